@@ -1,0 +1,91 @@
+// The plain C interface between the binding (csrc/api, which knows torch) and the kernel library
+// (csrc/host, csrc/kernels, which does not). Only pointers, sizes and strides cross it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+namespace flash_attn3 {
+
+enum class DType : int32_t { kFloat16 = 0, kBFloat16 = 1 };
+
+// Strides in elements; the last dimension is contiguous. `batch` is unused for a ragged tensor.
+struct Strides {
+  int64_t batch;
+  int64_t row;
+  int64_t head;
+};
+
+// One forward call. A tensor is ragged (all sequences behind one another, no batch dimension)
+// exactly when its cu_seqlens is given. Every pointer is device memory.
+struct FwdParams {
+  const void* q;                // [B, Sq, H, D]   or [total_q, H, D]
+  const void* k;                // [B, Sk, Hk, D]  or [total_k, Hk, D]
+  const void* v;                // [B, Sk, Hk, Dv] or [total_k, Hk, Dv]
+  void* out;                    // [B, Sq, H, Dv]  or [total_q, H, Dv]
+  float* lse;                   // [B, H, Sq]      or [H, total_q]
+  const int32_t* cu_seqlens_q;  // [B + 1] or null
+  const int32_t* cu_seqlens_k;  // [B + 1] or null
+  const int32_t* seqused_q;     // [B] or null: rows in use of each sequence
+  const int32_t* seqused_k;     // [B] or null
+  void* workspace;              // flash_attn3_fwd_workspace_bytes() bytes, any content; may be null for 0
+
+  Strides q_strides;
+  Strides k_strides;
+  Strides v_strides;
+  Strides out_strides;
+
+  int32_t batch;
+  int32_t max_seqlen_q;  // dense: Sq; ragged: no sequence is longer
+  int32_t max_seqlen_k;
+  int64_t total_q;  // rows of a ragged q; unused when dense
+  int64_t total_k;
+  int32_t heads;     // of q and out
+  int32_t heads_kv;  // divides heads
+  int32_t head_dim;    // D: multiple of 8, at most 256
+  int32_t head_dim_v;  // Dv
+  DType dtype;
+
+  float softmax_scale;
+  float softcap;  // 0: off
+  // Query i sees key j iff  p - window_left <= j <= p + window_right,  p = i + Sk - Sq;
+  // -1 is unlimited. Causal is window_right = 0.
+  int32_t window_left;
+  int32_t window_right;
+  int32_t attention_chunk;  // c > 0: and floor(j / c) = floor(p / c)
+
+  int32_t device;     // CUDA device index of every pointer and of the stream
+  int32_t sm_margin;  // leave that many SMs free
+};
+
+// What the library would launch for these parameters.
+struct FwdPlan {
+  int32_t tile_m;
+  int32_t tile_n;
+  int32_t head_dim;    // compiled dimensions, at least those asked for
+  int32_t head_dim_v;
+  int32_t stages;
+  int32_t threads;
+  int32_t registers;      // per thread at launch
+  int32_t shared_bytes;   // dynamic shared memory
+  int32_t local_bytes;    // spills; 0
+  int32_t grid;
+};
+
+}  // namespace flash_attn3
+
+#define FLASH_ATTN3_API extern "C" __attribute__((visibility("default")))
+
+// All return 0, or 1 for invalid arguments (ValueError), 2 for a configuration that this build lacks
+// (NotImplementedError), 3 for a CUDA error (RuntimeError); then `message` holds one sentence.
+FLASH_ATTN3_API int flash_attn3_fwd(const flash_attn3::FwdParams* params, cudaStream_t stream,
+                                    char* message, size_t message_size);
+FLASH_ATTN3_API int flash_attn3_fwd_plan(const flash_attn3::FwdParams* params,
+                                         flash_attn3::FwdPlan* plan, char* message,
+                                         size_t message_size);
+FLASH_ATTN3_API int64_t flash_attn3_fwd_workspace_bytes(const flash_attn3::FwdParams* params);
+
+// "nvcc 13.0.88; cutlass 4.2.0; fwd: bf16 (64,64) (128,128)...": what was compiled, one line.
+FLASH_ATTN3_API const char* flash_attn3_build_info();
