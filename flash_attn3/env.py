@@ -1,0 +1,41 @@
+"""Environment switches, read at each call (a test or a user may change them while running).
+
+Under torch.compile they are constants of the compiled code.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Optional
+
+import torch
+
+BACKENDS = ("sm90", "aten_flash", "aten_cpu_flash", "aten_efficient", "flex", "blockwise")
+
+
+def _read_forced_backend() -> Optional[str]:
+    name = os.environ.get("FLASH_ATTN3_BACKEND", "")
+    if name == "":
+        return None
+    if name not in BACKENDS:
+        raise ValueError(
+            f"FLASH_ATTN3_BACKEND is {name!r}; accepted: {', '.join(BACKENDS)}, or unset")
+    return name
+
+
+def _read_check_values() -> bool:
+    return os.environ.get("FLASH_ATTN3_CHECK", "") not in ("", "0")
+
+
+_constant_forced_backend = torch.compiler.assume_constant_result(_read_forced_backend)
+_constant_check_values = torch.compiler.assume_constant_result(_read_check_values)
+
+
+def forced_backend() -> Optional[str]:
+    """FLASH_ATTN3_BACKEND: the backend that must run, or None."""
+    return _constant_forced_backend()
+
+
+def check_values() -> bool:
+    """FLASH_ATTN3_CHECK=1: also check values inside device tensors, at a synchronisation each."""
+    return _constant_check_values()
