@@ -1,0 +1,71 @@
+// The operators: schemas, and which function serves which dispatch key. The fakes, and the backward
+// until it has a kernel, are registered from flash_attn3/ops.py.
+//
+// Autocast: no kernel is registered for it, so the dtype of a call is left alone, as with every
+// other attention operator of this kind. q, k and v of mixed dtypes raise under autocast too.
+#include <string>
+
+#include <torch/library.h>
+
+#include "ops.h"
+
+#define FLASH_ATTN3_OPTION_SCHEMA                                                             \
+  "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "        \
+  "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, "              \
+  "SymInt window_left, SymInt window_right, SymInt attention_chunk, float softcap, "          \
+  "bool deterministic, SymInt sm_margin"
+
+namespace flash_attn3::api {
+namespace {
+
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+}  // namespace
+
+const c10::TypedOperatorHandle<FwdSignature>& fwd_op() {
+  static const auto op = find<FwdSignature>("flash_attn3::fwd");
+  return op;
+}
+
+const c10::TypedOperatorHandle<FwdOutSignature>& fwd_out_op() {
+  static const auto op = find<FwdOutSignature>("flash_attn3::fwd_out");
+  return op;
+}
+
+const c10::TypedOperatorHandle<BwdSignature>& bwd_op() {
+  static const auto op = find<BwdSignature>("flash_attn3::bwd");
+  return op;
+}
+
+TORCH_LIBRARY(flash_attn3, m) {
+  const auto tags = std::vector<at::Tag>{at::Tag::pt2_compliant_tag};
+  m.def("fwd(Tensor q, Tensor k, Tensor v, " FLASH_ATTN3_OPTION_SCHEMA
+        ") -> (Tensor out, Tensor lse)",
+        tags);
+  m.def("fwd_out(Tensor q, Tensor k, Tensor v, " FLASH_ATTN3_OPTION_SCHEMA
+        ", Tensor(a!) out, Tensor(b!) lse) -> ()",
+        tags);
+  m.def("bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        FLASH_ATTN3_OPTION_SCHEMA ") -> (Tensor dq, Tensor dk, Tensor dv)",
+        tags);
+}
+
+TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
+  m.impl("fwd", &fwd_cuda);
+  m.impl("fwd_out", &fwd_out_cuda);
+}
+
+TORCH_LIBRARY_IMPL(flash_attn3, Autograd, m) {
+  m.impl("fwd", &fwd_autograd);
+  m.impl("fwd_out", &fwd_out_autograd);
+  m.impl("bwd", &bwd_autograd);
+}
+
+TORCH_LIBRARY_IMPL(flash_attn3, ADInplaceOrView, m) {
+  m.impl("fwd_out", &fwd_out_inplace);
+}
+
+}  // namespace flash_attn3::api

@@ -1,0 +1,315 @@
+// The Python module flash_attn3._C: what is no operator (build information, plans, the device
+// check), and two entries to flash_attn3::fwd that skip Python's operator calling convention.
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/version.h>
+
+#include "device.h"
+#include "host/params.h"
+#include "ops.h"
+#include "plan.h"
+
+namespace flash_attn3::api {
+namespace {
+
+namespace py = pybind11;
+
+// flash_attn3/ops.py looks for this text in the file before loading it: a module built against
+// another torch may fail to load, or load and crash.
+__attribute__((used)) constexpr char kTorchMarker[] =
+    "FLASH_ATTN3_BUILT_AGAINST_TORCH=" TORCH_VERSION ";";
+
+py::dict fwd_plan(int64_t head_dim, int64_t head_dim_v, const std::string& dtype, int64_t batch,
+                  int64_t seqlen_q, int64_t seqlen_k, int64_t heads, int64_t heads_kv, bool causal,
+                  int64_t window_left, int64_t window_right, int64_t device, int64_t sm_margin) {
+  if (dtype != "bf16" && dtype != "fp16") {
+    throw py::value_error("dtype is '" + dtype + "'; expected 'bf16' or 'fp16'");
+  }
+  PlanRequest r;
+  r.head_dim = head_dim;
+  r.head_dim_v = head_dim_v;
+  r.half = dtype == "fp16";
+  r.batch = batch;
+  r.seqlen_q = seqlen_q;
+  r.seqlen_k = seqlen_k;
+  r.heads = heads;
+  r.heads_kv = heads_kv;
+  r.window_left = window_left;
+  r.window_right = causal ? 0 : window_right;
+  r.device = device;
+  r.sm_margin = sm_margin;
+  const FwdParams p = plan_params(r);
+  FwdPlan plan{};
+  char message[512] = "";
+  const int status = flash_attn3_fwd_plan(&p, &plan, message, sizeof(message));
+  if (status != 0) {
+    PyObject* type = status == 1   ? PyExc_ValueError
+                     : status == 2 ? PyExc_NotImplementedError
+                                   : PyExc_RuntimeError;
+    PyErr_SetString(type, message);
+    throw py::error_already_set();
+  }
+  py::dict d;
+  d["tile_m"] = plan.tile_m;
+  d["tile_n"] = plan.tile_n;
+  d["head_dim"] = plan.head_dim;
+  d["head_dim_v"] = plan.head_dim_v;
+  d["stages"] = plan.stages;
+  d["threads"] = plan.threads;
+  d["registers"] = plan.registers;
+  d["shared_bytes"] = plan.shared_bytes;
+  d["local_bytes"] = plan.local_bytes;
+  d["grid"] = plan.grid;
+  d["workspace_bytes"] = flash_attn3_fwd_workspace_bytes(&p);
+  return d;
+}
+
+// Reads the positional arguments of a fast entry. Whatever isn't of the plainest type clears `ok`:
+// the caller then takes the checked path, which accepts it or says what is wrong.
+class Reader {
+ public:
+  explicit Reader(PyObject* const* args) : args_(args) {}
+  bool ok = true;
+
+  const Tensor& tensor() {
+    static const Tensor undefined;
+    PyObject* o = *args_++;
+    if (ok && THPVariable_CheckExact(o)) return THPVariable_Unpack(o);
+    ok = false;
+    return undefined;
+  }
+
+  OptionalTensor optional_tensor() {
+    if (*args_ == Py_None) {
+      ++args_;
+      return std::nullopt;
+    }
+    return tensor();
+  }
+
+  int64_t integer() {
+    PyObject* o = *args_++;
+    if (!PyLong_CheckExact(o)) {
+      ok = false;
+      return 0;
+    }
+    int overflow = 0;
+    const int64_t value = PyLong_AsLongLongAndOverflow(o, &overflow);
+    ok = ok && overflow == 0 && value >= -1 && value <= INT32_MAX;
+    return value;
+  }
+
+  double number(double if_none) {
+    PyObject* o = *args_++;
+    if (o == Py_None) return if_none;
+    if (PyFloat_CheckExact(o)) return PyFloat_AS_DOUBLE(o);
+    --args_;
+    return static_cast<double>(integer());
+  }
+
+  bool boolean() {
+    PyObject* o = *args_++;
+    ok = ok && PyBool_Check(o);
+    return o == Py_True;
+  }
+
+ private:
+  PyObject* const* args_;
+};
+
+struct Options {
+  double scale;
+  bool causal;
+  int64_t window_left, window_right, chunk;
+  double softcap;
+  bool deterministic;
+  int64_t sm_margin;
+};
+
+constexpr double kScaleFromHeadDim = -1.0;  // softmax_scale=None
+
+Options read_options(Reader& r) {
+  Options o;
+  o.scale = r.number(kScaleFromHeadDim);
+  r.ok = r.ok && o.scale != 0.0 && std::isfinite(o.scale) && o.scale >= kScaleFromHeadDim;
+  o.causal = r.boolean();
+  o.window_left = r.integer();
+  o.window_right = r.integer();
+  o.chunk = r.integer();
+  o.softcap = r.number(0.0);
+  o.deterministic = r.boolean();
+  o.sm_margin = r.integer();
+  r.ok = r.ok && o.chunk >= 0 && o.sm_margin >= 0 && std::isfinite(o.softcap) && o.softcap >= 0.0;
+  return o;
+}
+
+bool is_set(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
+}
+
+// Somebody watches or transforms the calls of this thread, or asked for a backend or for checks.
+bool is_observed() {
+  return at::impl::torch_function_mode_enabled() ||
+         c10::impl::TorchDispatchModeTLS::any_modes_set() || is_set("FLASH_ATTN3_BACKEND") ||
+         is_set("FLASH_ATTN3_CHECK");
+}
+
+bool is_plain_cuda(const Tensor& t) {
+  constexpr auto unusual = c10::DispatchKeySet(
+      {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize,
+       c10::DispatchKey::Negative, c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor});
+  return t.is_cuda() && t.layout() == c10::kStrided && !t.key_set().has_any(unusual);
+}
+
+// Same device and dtype, ranks and shapes as the operator wants them, dimensions that have a kernel.
+bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v, bool ragged) {
+  const int64_t rank = ragged ? 3 : 4;
+  if (q.dim() != rank || k.dim() != rank || v.dim() != rank) return false;
+  if (!is_plain_cuda(q) || !is_plain_cuda(k) || !is_plain_cuda(v)) return false;
+  const auto dtype = q.scalar_type();
+  if (dtype != at::kBFloat16 && dtype != at::kHalf) return false;
+  if (k.scalar_type() != dtype || v.scalar_type() != dtype) return false;
+  if (k.device() != q.device() || v.device() != q.device()) return false;
+  const int64_t d = q.size(-1);
+  const int64_t dv = v.size(-1);
+  if (d < 8 || d > 256 || d % 8 != 0 || dv < 8 || dv > 256 || dv % 8 != 0) return false;
+  const int64_t heads_kv = k.size(-2);
+  if (heads_kv < 1 || q.size(-2) < 1 || q.size(-2) % heads_kv != 0) return false;
+  if (k.size(-1) != d || v.size(-2) != heads_kv || v.size(-3) != k.size(-3)) return false;
+  if (!ragged && (k.size(0) != q.size(0) || v.size(0) != q.size(0))) return false;
+  const auto* properties = at::cuda::getDeviceProperties(q.device().index());
+  return properties->major == 9 && properties->minor == 0 && compiled_for(dtype, d, dv);
+}
+
+bool is_int_vector(const OptionalTensor& t, int64_t length, const Tensor& q) {
+  return !t.has_value() ||
+         (t->device() == q.device() && is_plain_cuda(*t) && t->scalar_type() == at::kInt &&
+          t->dim() == 1 && t->size(0) == length && (length <= 1 || t->stride(0) == 1));
+}
+
+PyObject* call(const Tensor& q, const Tensor& k, const Tensor& v,
+               const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+               const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
+               int64_t max_seqlen_q, int64_t max_seqlen_k, const Options& o) {
+  const double scale =
+      o.scale == kScaleFromHeadDim ? 1.0 / std::sqrt(static_cast<double>(q.size(-1))) : o.scale;
+  FwdResult result;
+  {
+    // A launch waits when the queue of the device is full: other threads of Python go on meanwhile.
+    py::gil_scoped_release release;
+    result = fwd_op().call(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+                           max_seqlen_q, max_seqlen_k, scale, o.causal, o.window_left,
+                           o.window_right, o.chunk, o.softcap, o.deterministic, o.sm_margin);
+  }
+  py::object out = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::get<0>(result)));
+  py::object lse = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::get<1>(result)));
+  if (!out || !lse) return nullptr;
+  return PyTuple_Pack(2, out.ptr(), lse.ptr());
+}
+
+PyObject* fwd_dense_fast(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != 11) {
+    PyErr_Format(PyExc_TypeError, "fwd_dense_fast takes 11 positional arguments; got %zd", count);
+    return nullptr;
+  }
+  Reader r(args);
+  const Tensor& q = r.tensor();
+  const Tensor& k = r.tensor();
+  const Tensor& v = r.tensor();
+  if (!r.ok || is_observed() || !has_kernel(q, k, v, /*ragged=*/false)) Py_RETURN_NONE;
+  const Options o = read_options(r);
+  if (!r.ok) Py_RETURN_NONE;
+  return call(q, k, v, std::nullopt, std::nullopt, std::nullopt, std::nullopt, q.size(1),
+              k.size(1), o);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* fwd_varlen_fast(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != 17) {
+    PyErr_Format(PyExc_TypeError, "fwd_varlen_fast takes 17 positional arguments; got %zd", count);
+    return nullptr;
+  }
+  Reader r(args);
+  const Tensor& q = r.tensor();
+  const Tensor& k = r.tensor();
+  const Tensor& v = r.tensor();
+  const OptionalTensor cu_seqlens_q = r.tensor();
+  const OptionalTensor cu_seqlens_k = r.tensor();
+  const int64_t max_seqlen_q = r.integer();
+  const int64_t max_seqlen_k = r.integer();
+  const OptionalTensor seqused_q = r.optional_tensor();
+  const OptionalTensor seqused_k = r.optional_tensor();
+  if (!r.ok || max_seqlen_q < 0 || max_seqlen_k < 0 || is_observed() ||
+      cu_seqlens_q->dim() != 1 || cu_seqlens_q->size(0) < 1 ||
+      !has_kernel(q, k, v, /*ragged=*/true)) {
+    Py_RETURN_NONE;
+  }
+  const int64_t batch = cu_seqlens_q->size(0) - 1;
+  const Options o = read_options(r);
+  if (!r.ok || !is_int_vector(cu_seqlens_q, batch + 1, q) ||
+      !is_int_vector(cu_seqlens_k, batch + 1, q) || !is_int_vector(seqused_q, batch, q) ||
+      !is_int_vector(seqused_k, batch, q)) {
+    Py_RETURN_NONE;
+  }
+  return call(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
+              max_seqlen_k, o);
+  END_HANDLE_TH_ERRORS
+}
+
+// METH_FASTCALL: pybind11's own conversion of eleven arguments would cost more than the operator.
+PyMethodDef kFastMethods[] = {
+    {"fwd_dense_fast",
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&fwd_dense_fast)), METH_FASTCALL,
+     "fwd_dense_fast(q, k, v, softmax_scale or None, causal, window_left, window_right, "
+     "attention_chunk, softcap, deterministic, sm_margin) -> (out, lse), or None where the call "
+     "must take the checked path. Positional only."},
+    {"fwd_varlen_fast",
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&fwd_varlen_fast)), METH_FASTCALL,
+     "fwd_varlen_fast(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, "
+     "seqused_k, softmax_scale or None, causal, window_left, window_right, attention_chunk, "
+     "softcap, deterministic, sm_margin) -> (out, lse), or None where the call must take the "
+     "checked path. Positional only."},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.attr("torch_version") = py::str(TORCH_VERSION);
+  m.def("build_info", [] { return std::string(flash_attn3_build_info()); },
+        "What the kernel library was compiled from and for, in one line.");
+  m.def("fwd_plan", &fwd_plan,
+        "Tile, resource use and grid of the kernel that a dense forward call would launch.",
+        py::arg("head_dim"), py::arg("head_dim_v"), py::arg("dtype") = "bf16",
+        py::arg("batch") = 1, py::arg("seqlen_q") = 4096, py::arg("seqlen_k") = 4096,
+        py::arg("heads") = 16, py::arg("heads_kv") = 16, py::arg("causal") = false,
+        py::arg("window_left") = -1, py::arg("window_right") = -1, py::arg("device") = 0,
+        py::arg("sm_margin") = 0);
+  m.def("device_refusal",
+        [](int64_t device) { return device_refusal(static_cast<c10::DeviceIndex>(device)); },
+        "Why the kernels can't run on this CUDA device; empty if they can.", py::arg("device"));
+  m.def("compiled_for",
+        [](const std::string& dtype, int64_t head_dim, int64_t head_dim_v) {
+          if (dtype != "bf16" && dtype != "fp16") {
+            throw py::value_error("dtype is '" + dtype + "'; expected 'bf16' or 'fp16'");
+          }
+          const auto fits = [](int64_t d) { return d >= 8 && d <= 256 && d % 8 == 0; };
+          return fits(head_dim) && fits(head_dim_v) &&
+                 compiled_for(dtype == "fp16" ? at::kHalf : at::kBFloat16, head_dim, head_dim_v);
+        },
+        "Whether this build holds a forward kernel for these.", py::arg("dtype"),
+        py::arg("head_dim"), py::arg("head_dim_v"));
+  if (PyModule_AddFunctions(m.ptr(), kFastMethods) != 0) throw py::error_already_set();
+}
+
+}  // namespace flash_attn3::api

@@ -1,0 +1,67 @@
+// The operators of this library as C++ sees them: one signature each, the typed dispatcher handles
+// through which they are called, and the functions registered for them.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/SymInt.h>
+
+namespace flash_attn3::api {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// Everything that the schemas name between v (or lse) and the end, in their order. Int is
+// c10::SymInt where sizes may be symbols (the autograd key, under a trace), int64_t on a device.
+#define FLASH_ATTN3_OPTION_PARAMETERS(Int)                                              \
+  const OptionalTensor &cu_seqlens_q, const OptionalTensor &cu_seqlens_k,               \
+      const OptionalTensor &seqused_q, const OptionalTensor &seqused_k,                 \
+      Int max_seqlen_q, Int max_seqlen_k, double softmax_scale, bool causal,            \
+      Int window_left, Int window_right, Int attention_chunk, double softcap,           \
+      bool deterministic, Int sm_margin
+
+#define FLASH_ATTN3_OPTION_ARGUMENTS                                                    \
+  cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,         \
+      softmax_scale, causal, window_left, window_right, attention_chunk, softcap,       \
+      deterministic, sm_margin
+
+using FwdResult = std::tuple<Tensor, Tensor>;          // out, lse
+using BwdResult = std::tuple<Tensor, Tensor, Tensor>;  // dq, dk, dv
+
+using FwdSignature = FwdResult(const Tensor& q, const Tensor& k, const Tensor& v,
+                               FLASH_ATTN3_OPTION_PARAMETERS(c10::SymInt));
+using FwdOutSignature = void(const Tensor& q, const Tensor& k, const Tensor& v,
+                             FLASH_ATTN3_OPTION_PARAMETERS(c10::SymInt), const Tensor& out,
+                             const Tensor& lse);
+using BwdSignature = BwdResult(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q,
+                               const Tensor& k, const Tensor& v, const Tensor& out,
+                               const Tensor& lse, FLASH_ATTN3_OPTION_PARAMETERS(c10::SymInt));
+
+const c10::TypedOperatorHandle<FwdSignature>& fwd_op();
+const c10::TypedOperatorHandle<FwdOutSignature>& fwd_out_op();
+const c10::TypedOperatorHandle<BwdSignature>& bwd_op();
+
+// fwd.cpp: the CUDA key.
+FwdResult fwd_cuda(const Tensor& q, const Tensor& k, const Tensor& v,
+                   FLASH_ATTN3_OPTION_PARAMETERS(int64_t));
+void fwd_out_cuda(const Tensor& q, const Tensor& k, const Tensor& v,
+                  FLASH_ATTN3_OPTION_PARAMETERS(int64_t), const Tensor& out, const Tensor& lse);
+
+// autograd.cpp: the Autograd key, and for fwd_out ADInplaceOrView too.
+FwdSignature fwd_autograd;
+FwdOutSignature fwd_out_autograd;
+FwdOutSignature fwd_out_inplace;
+BwdSignature bwd_autograd;
+
+// Why no kernel runs on this device; empty if they do.
+std::string device_refusal(c10::DeviceIndex device);
+
+// True if the kernel library was compiled for these; asked of it once for each triple.
+bool compiled_for(at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v);
+
+}  // namespace flash_attn3::api
