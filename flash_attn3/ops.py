@@ -1,0 +1,299 @@
+"""The operators flash_attn3::fwd, fwd_out and bwd: what C++ does not register of them.
+
+- `_C` is the compiled module, or None; `NO_KERNELS_REASON` then says why in one sentence, and the
+  schemas are defined here instead, so that fake tensors and export work without it.
+- Fakes of all three.
+- The CUDA implementation of bwd, by PyTorch's kernels, until this project's backward exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import re
+import threading
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from .backends import blockwise_backward, torch_attn
+from .backends.call import Call, lse_shape, make_call
+
+OPTIONS_SCHEMA = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, "
+    "SymInt window_left, SymInt window_right, SymInt attention_chunk, float softcap, "
+    "bool deterministic, SymInt sm_margin"
+)
+# The same text as in csrc/api/library.cpp; tests/cpu/test_ops_fake.py compares the two.
+SCHEMAS = {
+    "fwd": f"fwd(Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}) -> (Tensor out, Tensor lse)",
+    "fwd_out": f"fwd_out(Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}, "
+               "Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "bwd": "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+           f"{OPTIONS_SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv)",
+}
+
+# ---- the compiled module -------------------------------------------------------------------------
+
+REBUILD = "rebuild it with: pip install --no-build-isolation --force-reinstall --no-deps flash_attn3"
+_MARKER = re.compile(rb"FLASH_ATTN3_BUILT_AGAINST_TORCH=([^;\x00]+);")
+
+
+def _series(version: str) -> tuple[str, ...]:
+    """(major, minor): within it torch keeps the C++ interface that the binding uses."""
+    return tuple(version.split("+")[0].split(".")[:2])
+
+
+def version_refusal(built_against: Optional[str], running: str) -> Optional[str]:
+    """Why a binding built against one torch can't serve another; None if it can."""
+    if built_against is None or _series(built_against) == _series(running):
+        return None
+    return (
+        f"flash_attn3 was built against torch {built_against} and this is torch {running}: "
+        f"{REBUILD}"
+    )
+
+
+def _built_against(path: Path) -> Optional[str]:
+    """The torch that the module at `path` was compiled with, read without loading it.
+
+    Loading comes second since a module of another torch may crash instead of failing to load.
+    """
+    found = _MARKER.search(path.read_bytes())
+    return found.group(1).decode() if found else None
+
+
+def _load() -> tuple[Optional[ModuleType], Optional[str]]:
+    name = f"{__package__}._C"
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        try:
+            reason = importlib.import_module(f"{__package__}._build_info").NO_KERNELS_REASON
+        except (ImportError, AttributeError):
+            reason = None
+        return None, f"flash_attn3 was installed without its kernels ({reason or 'not compiled'})"
+    reason = version_refusal(_built_against(Path(spec.origin)), torch.__version__)
+    if reason is None:
+        try:
+            return importlib.import_module(name), None
+        except (ImportError, OSError) as error:
+            reason = f"flash_attn3 could not load its compiled part ({error}): {REBUILD}"
+    # The package still works, by PyTorch's kernels; but kernels were installed, so say it.
+    warnings.warn(f"{reason}. Until then it runs on PyTorch's kernels.", RuntimeWarning,
+                  stacklevel=2)
+    return None, reason
+
+
+_C, NO_KERNELS_REASON = _load()
+
+# A fragment: C++ defines the operators when it is there, backends/operators.py the fallback ones.
+_library = torch.library.Library("flash_attn3", "FRAGMENT")
+
+
+def kernel_refusal(q: Tensor, k: Tensor, v: Tensor) -> Optional[str]:
+    """Why flash_attn3::fwd can't run on these tensors; None if it can. No look into their data."""
+    if _C is None:
+        return NO_KERNELS_REASON
+    if q.device.type != "cuda":
+        return f"needs a CUDA device, got {q.device.type}"
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    if q.dtype not in names or k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"needs float16 or bfloat16, got {q.dtype}, {k.dtype} and {v.dtype}"
+    refusal = device_refusal(q.device)
+    if refusal:
+        return refusal
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    for what, dim in (("D", head_dim), ("Dv", head_dim_v)):
+        if dim % 8 != 0 or not 8 <= dim <= 256:
+            return f"needs multiples of 8 up to 256 as head dims, got {what} {dim}"
+    if not compiled_for(names[q.dtype], head_dim, head_dim_v):
+        return f"this build holds no {names[q.dtype]} kernel for D {head_dim} and Dv {head_dim_v}"
+    return None
+
+
+# Both are constants of a process, so a trace may take them as they are (a call of the compiled
+# module would break the graph).
+@torch.compiler.assume_constant_result
+def device_refusal(device: torch.device) -> str:
+    """Why the kernels don't run on this CUDA device; empty if they do."""
+    if not torch.cuda.is_available():  # fake tensors on a machine without the device
+        return "no CUDA device is available"
+    return _C.device_refusal(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@torch.compiler.assume_constant_result
+def compiled_for(dtype: str, head_dim: int, head_dim_v: int) -> bool:
+    """Whether the kernel library holds a forward kernel for these."""
+    return _C.compiled_for(dtype, head_dim, head_dim_v)
+
+
+# ---- fakes ---------------------------------------------------------------------------------------
+
+
+def _fake_fwd(q, k, v, cu_seqlens_q, *options) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(lse_shape(q, cu_seqlens_q is not None), dtype=torch.float32)
+
+
+def _fake_fwd_out(q, k, v, *rest) -> None:
+    return None
+
+
+def _fake_bwd(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+# ---- backward on CUDA, by PyTorch's kernels ------------------------------------------------------
+
+_INT32_LIMIT = 2**31
+_running = threading.local()
+
+
+def _elements_per_kv_head(call: Call, total_rows_q: int) -> int:
+    """Of the dQ accumulator in PyTorch's flash backward, whose offsets are 32-bit products."""
+    head_dim = 256 if call.head_dim > 192 else -(-call.head_dim // 32) * 32
+    return (total_rows_q + 128 * call.batch) * (call.heads // call.heads_kv) * head_dim
+
+
+def _strictly_deterministic() -> bool:
+    return (torch.are_deterministic_algorithms_enabled()
+            and not torch.is_deterministic_algorithms_warn_only_enabled())
+
+
+def flash_backward_refusal(call: Call, total_rows_q: int) -> Optional[str]:
+    """Why PyTorch's flash backward can't continue this project's forward; None if it can."""
+    reason = torch_attn.cuda_flash_backward_reasons(call)
+    if reason is not None:
+        return reason
+    # It turns -1 and what reaches past the longest sequence of keys into "Sk keys to the right",
+    # which is not unlimited where there are more queries than keys: p = i + Sk - Sq is negative.
+    right_edge = call.window_right > 0 or (call.window_right < 0 and call.window_left >= 0)
+    never_more_queries = call.same_seqlens or (
+        not call.ragged_q and call.max_seqlen_q <= call.max_seqlen_k)
+    if right_edge and not never_more_queries:
+        return "it reads a right window wrongly where there are more queries than keys"
+    # The flag of the process decides its determinism. Switching that for the length of a call
+    # would make operators of other threads raise.
+    if call.deterministic and not _strictly_deterministic():
+        return "it is deterministic only under torch.use_deterministic_algorithms(True)"
+    if max(call.batch, call.heads) > 65535:
+        return "its grid holds at most 65535 sequences and heads"
+    if _elements_per_kv_head(call, total_rows_q) >= _INT32_LIMIT:
+        return "its 32-bit offsets would overflow"
+    if getattr(_running, "flash", False):
+        return "PyTorch's flash backward is replaced by this project's"
+    return None
+
+
+def _flash_backward(call: Call, total_rows_q: int, dout, q, k, v, out, lse, lengths):
+    """PyTorch's flash backward, in groups of KV heads that its 32-bit offsets can address."""
+    call = dataclasses.replace(call, deterministic=False)  # see flash_backward_refusal
+    at_once = (_INT32_LIMIT - 1) // max(1, _elements_per_kv_head(call, total_rows_q))
+    _running.flash = True  # an integration may have put this project under the aten operator
+    try:
+        if at_once >= call.heads_kv:
+            return torch_attn.cuda_flash_backward(call, dout, q, k, v, out, lse, *lengths)
+        group = call.heads // call.heads_kv
+        head_axis = 0 if call.ragged_q else 1  # of lse
+        parts = []
+        for first in range(0, call.heads_kv, at_once):
+            count = min(at_once, call.heads_kv - first)
+            of_q, of_kv = (first * group, count * group), (first, count)
+            parts.append(torch_attn.cuda_flash_backward(
+                dataclasses.replace(call, heads=count * group, heads_kv=count),
+                dout.narrow(-2, *of_q), q.narrow(-2, *of_q), k.narrow(-2, *of_kv),
+                v.narrow(-2, *of_kv), out.narrow(-2, *of_q), lse.narrow(head_axis, *of_q),
+                *lengths))
+        return tuple(torch.cat(grads, dim=-2) for grads in zip(*parts))
+    finally:
+        _running.flash = False
+
+
+def _check_shape(t: Tensor, name: str, expected: tuple, device: torch.device) -> None:
+    if tuple(t.shape) != tuple(expected):
+        raise ValueError(f"{name} has shape {tuple(t.shape)}; expected {tuple(expected)}")
+    if t.device != device:
+        raise ValueError(f"{name} is on {t.device}; expected {device}, where q is")
+
+
+def _bwd_cuda(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+              max_seqlen_q, max_seqlen_k, *rest):
+    """flash_attn3::bwd: dq, dk, dv, contiguous; zero in rows outside of every sequence."""
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    options = (*lengths, max_seqlen_q, max_seqlen_k, *rest)
+    out_shape = (*q.shape[:-1], v.shape[-1])
+    _check_shape(out, "out", out_shape, q.device)
+    _check_shape(dout, "dout", out_shape, q.device)
+    of_lse = lse_shape(q, cu_seqlens_q is not None)
+    _check_shape(lse, "lse", of_lse, q.device)
+    if dlse is not None:
+        _check_shape(dlse, "dlse", of_lse, q.device)
+    dout = dout.to(q.dtype)
+    out = out.to(q.dtype)
+
+    call = make_call(q, k, v, *options[:-1])
+    if call.empty:
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    total_rows_q = q.shape[0] if call.ragged_q else q.shape[0] * q.shape[1]
+    # Tensors have their dtypes by design here: an autocast of the caller's must not change them.
+    # The guard: some of PyTorch's kernels launch on the current device, not on that of q.
+    with torch.autocast("cuda", enabled=False), torch.cuda.device(q.device):
+        # PyTorch's kernels take no gradient of the LSE; folding it into `out` would cost its bits.
+        if dlse is None and flash_backward_refusal(call, total_rows_q) is None:
+            return _flash_backward(call, total_rows_q, dout, q, k, v, out, lse, lengths)
+        return blockwise_backward(dout, dlse, q, k, v, out, lse, *options)
+
+
+# ---- autograd where C++ does not bring it --------------------------------------------------------
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, max_seqlen_q, max_seqlen_k = inputs[:9]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)
+    ctx.options = (max_seqlen_q, max_seqlen_k, *inputs[9:])
+
+
+def _backward(ctx, dout, dlse):
+    q, k, v, *lengths, out, lse = ctx.saved_tensors
+    nothing = (None,) * (len(lengths) + len(ctx.options))
+    if dout is None and dlse is None:
+        return (None, None, None, *nothing)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    options = list(ctx.options)
+    options[-2] = options[-2] or torch.are_deterministic_algorithms_enabled()
+    grads = torch.ops.flash_attn3.bwd(dout, dlse, q, k, v, out, lse, *lengths, *options)
+    return (*grads, *nothing)
+
+
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError(
+        "flash_attn3 has no second derivative of attention: differentiate its gradients with "
+        "torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH) "
+        "instead, or call backward without create_graph")
+
+
+def _register() -> None:
+    if _C is None:
+        for schema in SCHEMAS.values():
+            _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake("flash_attn3::fwd", _fake_fwd, lib=_library)
+    torch.library.register_fake("flash_attn3::fwd_out", _fake_fwd_out, lib=_library)
+    torch.library.register_fake("flash_attn3::bwd", _fake_bwd, lib=_library)
+    if _C is None:
+        torch.library.register_autograd(
+            "flash_attn3::fwd", _backward, setup_context=_setup_context, lib=_library)
+        torch.library.register_autograd(
+            "flash_attn3::bwd", _no_second_derivative, lib=_library)
+    else:
+        _library.impl("bwd", _bwd_cuda, "CUDA")
+
+
+_register()
