@@ -41,7 +41,7 @@ SCHEMAS = {
 
 # ---- the compiled module -------------------------------------------------------------------------
 
-REBUILD = "rebuild it with: pip install --no-build-isolation --force-reinstall --no-deps flash_attn3"
+REBUILD = "rebuild it with `pip install --no-build-isolation .` in a clone of flash_attn3"
 _MARKER = re.compile(rb"FLASH_ATTN3_BUILT_AGAINST_TORCH=([^;\x00]+);")
 
 
@@ -112,7 +112,7 @@ def kernel_refusal(q: Tensor, k: Tensor, v: Tensor) -> Optional[str]:
     for what, dim in (("D", head_dim), ("Dv", head_dim_v)):
         if dim % 8 != 0 or not 8 <= dim <= 256:
             return f"needs multiples of 8 up to 256 as head dims, got {what} {dim}"
-    if not compiled_for(names[q.dtype], head_dim, head_dim_v):
+    if not compiled_for(names[q.dtype], head_dim, head_dim_v, q.device):
         return f"this build holds no {names[q.dtype]} kernel for D {head_dim} and Dv {head_dim_v}"
     return None
 
@@ -124,13 +124,17 @@ def device_refusal(device: torch.device) -> str:
     """Why the kernels don't run on this CUDA device; empty if they do."""
     if not torch.cuda.is_available():  # fake tensors on a machine without the device
         return "no CUDA device is available"
-    return _C.device_refusal(torch.cuda.current_device() if device.index is None else device.index)
+    return _C.device_refusal(_index(device))
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @torch.compiler.assume_constant_result
-def compiled_for(dtype: str, head_dim: int, head_dim_v: int) -> bool:
+def compiled_for(dtype: str, head_dim: int, head_dim_v: int, device: torch.device) -> bool:
     """Whether the kernel library holds a forward kernel for these."""
-    return _C.compiled_for(dtype, head_dim, head_dim_v)
+    return _C.compiled_for(dtype, head_dim, head_dim_v, _index(device))
 
 
 # ---- fakes ---------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-// Checks that make a launch safe. Each message names the argument, what it was and what is accepted.
-// The Python layer checks more (values, combinations); these hold for a direct call of the operator.
+// Checks that make a launch safe. Each message names the argument, what it was and what is
+// accepted. The Python layer checks more (values, combinations); these hold for a direct call of
+// the operator.
 #pragma once
 
 #include <cstdint>

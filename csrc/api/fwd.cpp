@@ -88,7 +88,8 @@ Strides strides_of(const Tensor& t, bool ragged) {
 
 void check_rank(const Tensor& t, const char* name, bool ragged, const char* cu_name) {
   TORCH_CHECK_VALUE(t.dim() == (ragged ? 3 : 4), name, " has shape ", t.sizes(), "; expected ",
-                    ragged ? "(total, heads, head dim) with " : "(batch, rows, heads, head dim) without ",
+                    ragged ? "(total, heads, head dim) with "
+                           : "(batch, rows, heads, head dim) without ",
                     cu_name);
 }
 
@@ -305,7 +306,8 @@ std::string device_refusal(c10::DeviceIndex device) {
                   ".", properties->minor);
 }
 
-bool compiled_for(at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
+bool compiled_for(at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v,
+                  c10::DeviceIndex device) {
   constexpr int64_t kDims = 256 / 8 + 1;
   enum Answer : int8_t { kUnknown = 0, kYes = 1, kNo = 2 };
   static std::array<std::atomic<int8_t>, 2 * kDims * kDims> answers{};
@@ -318,6 +320,7 @@ bool compiled_for(at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
   request.head_dim = head_dim;
   request.head_dim_v = head_dim_v;
   request.half = half;
+  request.device = device;
   const FwdParams p = plan_params(request);
   FwdPlan plan{};
   char message[kMessageSize] = "";

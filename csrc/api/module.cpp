@@ -170,7 +170,7 @@ bool is_plain_cuda(const Tensor& t) {
   return t.is_cuda() && t.layout() == c10::kStrided && !t.key_set().has_any(unusual);
 }
 
-// Same device and dtype, ranks and shapes as the operator wants them, dimensions that have a kernel.
+// Same device and dtype, ranks and shapes as the operator wants them, dimensions with a kernel.
 bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v, bool ragged) {
   const int64_t rank = ragged ? 3 : 4;
   if (q.dim() != rank || k.dim() != rank || v.dim() != rank) return false;
@@ -187,7 +187,7 @@ bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v, bool ragged) 
   if (k.size(-1) != d || v.size(-2) != heads_kv || v.size(-3) != k.size(-3)) return false;
   if (!ragged && (k.size(0) != q.size(0) || v.size(0) != q.size(0))) return false;
   const auto* properties = at::cuda::getDeviceProperties(q.device().index());
-  return properties->major == 9 && properties->minor == 0 && compiled_for(dtype, d, dv);
+  return properties->major == 9 && properties->minor == 0 && compiled_for(dtype, d, dv, q.device().index());
 }
 
 bool is_int_vector(const OptionalTensor& t, int64_t length, const Tensor& q) {
@@ -299,16 +299,17 @@ PYBIND11_MODULE(_C, m) {
         [](int64_t device) { return device_refusal(static_cast<c10::DeviceIndex>(device)); },
         "Why the kernels can't run on this CUDA device; empty if they can.", py::arg("device"));
   m.def("compiled_for",
-        [](const std::string& dtype, int64_t head_dim, int64_t head_dim_v) {
+        [](const std::string& dtype, int64_t head_dim, int64_t head_dim_v, int64_t device) {
           if (dtype != "bf16" && dtype != "fp16") {
             throw py::value_error("dtype is '" + dtype + "'; expected 'bf16' or 'fp16'");
           }
           const auto fits = [](int64_t d) { return d >= 8 && d <= 256 && d % 8 == 0; };
           return fits(head_dim) && fits(head_dim_v) &&
-                 compiled_for(dtype == "fp16" ? at::kHalf : at::kBFloat16, head_dim, head_dim_v);
+                 compiled_for(dtype == "fp16" ? at::kHalf : at::kBFloat16, head_dim, head_dim_v,
+                              static_cast<c10::DeviceIndex>(device));
         },
-        "Whether this build holds a forward kernel for these.", py::arg("dtype"),
-        py::arg("head_dim"), py::arg("head_dim_v"));
+        "Whether this build holds a forward kernel for these; asked of a Hopper device.",
+        py::arg("dtype"), py::arg("head_dim"), py::arg("head_dim_v"), py::arg("device") = 0);
   if (PyModule_AddFunctions(m.ptr(), kFastMethods) != 0) throw py::error_already_set();
 }
 

@@ -61,7 +61,9 @@ BwdSignature bwd_autograd;
 // Why no kernel runs on this device; empty if they do.
 std::string device_refusal(c10::DeviceIndex device);
 
-// True if the kernel library was compiled for these; asked of it once for each triple.
-bool compiled_for(at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v);
+// True if the kernel library was compiled for these; asked of it once for each triple. `device` must
+// be one that device_refusal has nothing against.
+bool compiled_for(at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v,
+                  c10::DeviceIndex device);
 
 }  // namespace flash_attn3::api

@@ -1,5 +1,5 @@
-// Parameters of a call that is asked about, never launched: contiguous tensors at addresses that are
-// valid for TMA and not read.
+// Parameters of a call that is asked about, never launched: contiguous tensors at addresses that
+// are valid for TMA and not read.
 #pragma once
 
 #include <cmath>
