@@ -1,0 +1,303 @@
+// The forward half of the C interface: checks, choice of the instantiation, run-time parameters.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "host/fwd_dispatch.h"
+#include "host/ragged_plan.h"
+#include "kernels/attn/online_softmax.h"
+
+namespace flash_attn3 {
+
+Status cuda_status(const char* doing, cudaError_t error) {
+  return Status::cuda(std::string("CUDA error while ") + doing + ": " + cudaGetErrorString(error));
+}
+
+namespace {
+
+constexpr int32_t kUnlimited = -1;
+constexpr int32_t kLongestWindow = 1 << 30;  // positions and windows then add without overflow
+
+// Dynamic order costs a memset before the launch; it pays where the call runs long enough and tiles
+// differ in length.
+constexpr double kDynamicOrderMinimumFlops = 1.0e11;
+
+int32_t bounded_window(int32_t window) {
+  return window < 0 ? kUnlimited : window > kLongestWindow ? kLongestWindow : window;
+}
+
+bool is_ragged_q(const FwdParams& in) { return in.cu_seqlens_q != nullptr; }
+
+Status check(const FwdParams& in) {
+  if (in.q == nullptr || in.k == nullptr || in.v == nullptr || in.out == nullptr ||
+      in.lse == nullptr) {
+    return Status::invalid("q, k, v, out and lse must not be null.");
+  }
+  if (in.batch < 1 || in.heads < 1 || in.heads_kv < 1 || in.heads % in.heads_kv != 0) {
+    return Status::invalid("batch and heads must be positive, and heads_kv must divide heads.");
+  }
+  for (const int32_t d : {in.head_dim, in.head_dim_v}) {
+    if (d < 8 || d > 256 || d % 8 != 0) {
+      return Status::invalid("head dims must be multiples of 8 from 8 to 256, not " +
+                             std::to_string(d) + ".");
+    }
+  }
+  const int64_t rows_q = is_ragged_q(in) ? in.total_q : in.max_seqlen_q;
+  const int64_t rows_k = in.cu_seqlens_k != nullptr ? in.total_k : in.max_seqlen_k;
+  if (rows_q < 1 || rows_k < 1 || rows_q > kLongestWindow || rows_k > kLongestWindow) {
+    return Status::invalid("q and k must have between 1 and 2^30 rows.");
+  }
+  if (in.device < 0) return Status::invalid("device must not be negative.");
+  if (flash_attn3_fwd_workspace_bytes(&in) > 0 && in.workspace == nullptr) {
+    return Status::invalid("workspace must not be null for this call.");
+  }
+  return {};
+}
+
+struct DeviceInfo {
+  bool known = false;
+  int major = 0, minor = 0;
+  FwdContext context{};
+};
+
+Status device_info(int device, DeviceInfo* info) {
+  static DeviceInfo cache[kMaxDevices];
+  if (device < kMaxDevices && cache[device].known) {
+    *info = cache[device];
+    return {};
+  }
+  int sms = 0, l2 = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&info->major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&info->minor, cudaDevAttrComputeCapabilityMinor, device);
+  }
+  if (error != cudaSuccess) return cuda_status("asking for the device's properties", error);
+  info->context = {sms, l2};
+  info->known = true;
+  if (device < kMaxDevices) cache[device] = *info;
+  return {};
+}
+
+// The caller may have another device current; ours is until the end of the call.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device) {
+    error_ = cudaGetDevice(&before_);
+    if (error_ == cudaSuccess && before_ != device) {
+      error_ = cudaSetDevice(device);
+      changed_ = error_ == cudaSuccess;
+    }
+  }
+  ~DeviceScope() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  cudaError_t error() const { return error_; }
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+  cudaError_t error_;
+};
+
+using Launch = Status (*)(const FwdParams&, const FwdContext&, cudaStream_t, FwdPlan*);
+
+struct CompiledKernel {
+  DType dtype;
+  int head_dim, head_dim_v;
+  Launch launch;
+};
+
+// In order of growing cost: the first that holds a call's head dims runs it.
+const CompiledKernel kCompiled[] = {
+#if FLASH_ATTN3_HAS_FWD_BF16_D64
+    {DType::kBFloat16, 64, 64, launch_fwd_bf16_d64},
+#endif
+#if FLASH_ATTN3_HAS_FWD_BF16_D96
+    {DType::kBFloat16, 96, 96, launch_fwd_bf16_d96},
+#endif
+#if FLASH_ATTN3_HAS_FWD_BF16_D128
+    {DType::kBFloat16, 128, 128, launch_fwd_bf16_d128},
+#endif
+#if FLASH_ATTN3_HAS_FWD_BF16_D192_128
+    {DType::kBFloat16, 192, 128, launch_fwd_bf16_d192_128},
+#endif
+#if FLASH_ATTN3_HAS_FWD_BF16_D192
+    {DType::kBFloat16, 192, 192, launch_fwd_bf16_d192},
+#endif
+#if FLASH_ATTN3_HAS_FWD_BF16_D256
+    {DType::kBFloat16, 256, 256, launch_fwd_bf16_d256},
+#endif
+#if FLASH_ATTN3_HAS_FWD_FP16_D64
+    {DType::kFloat16, 64, 64, launch_fwd_fp16_d64},
+#endif
+#if FLASH_ATTN3_HAS_FWD_FP16_D96
+    {DType::kFloat16, 96, 96, launch_fwd_fp16_d96},
+#endif
+#if FLASH_ATTN3_HAS_FWD_FP16_D128
+    {DType::kFloat16, 128, 128, launch_fwd_fp16_d128},
+#endif
+#if FLASH_ATTN3_HAS_FWD_FP16_D192_128
+    {DType::kFloat16, 192, 128, launch_fwd_fp16_d192_128},
+#endif
+#if FLASH_ATTN3_HAS_FWD_FP16_D192
+    {DType::kFloat16, 192, 192, launch_fwd_fp16_d192},
+#endif
+#if FLASH_ATTN3_HAS_FWD_FP16_D256
+    {DType::kFloat16, 256, 256, launch_fwd_fp16_d256},
+#endif
+    {DType::kFloat16, 0, 0, nullptr}};
+
+const char* dtype_name(DType dtype) { return dtype == DType::kBFloat16 ? "bf16" : "fp16"; }
+
+Status run(const FwdParams* in, cudaStream_t stream, FwdPlan* plan) {
+  if (in == nullptr) return Status::invalid("params must not be null.");
+  Status status = check(*in);
+  DeviceInfo info;
+  if (status.ok()) status = device_info(in->device, &info);
+  if (!status.ok()) return status;
+  if (info.major != 9 || info.minor != 0) {
+    return Status::not_compiled("These kernels need compute capability 9.0 (H100, H200); device " +
+                                std::to_string(in->device) + " has " + std::to_string(info.major) +
+                                "." + std::to_string(info.minor) + ".");
+  }
+  for (const CompiledKernel& kernel : kCompiled) {
+    if (kernel.launch == nullptr || kernel.dtype != in->dtype || kernel.head_dim < in->head_dim ||
+        kernel.head_dim_v < in->head_dim_v) {
+      continue;
+    }
+    const DeviceScope scope(in->device);
+    if (scope.error() != cudaSuccess) return cuda_status("choosing the device", scope.error());
+    return kernel.launch(*in, info.context, stream, plan);
+  }
+  return Status::not_compiled(std::string("This build has no forward kernel for ") +
+                              dtype_name(in->dtype) + " with head dims (" +
+                              std::to_string(in->head_dim) + ", " +
+                              std::to_string(in->head_dim_v) + "); it has " +
+                              flash_attn3_build_info() + ".");
+}
+
+int report(const Status& status, char* message, size_t message_size) {
+  if (message != nullptr && message_size > 0) {
+    std::snprintf(message, message_size, "%s", status.message.c_str());
+  }
+  return int(status.kind);
+}
+
+}  // namespace
+
+bool wants_dynamic_order(const FwdParams& in) {
+  if (is_ragged_q(in)) return false;
+  const double flops = 4.0 * in.batch * in.heads * double(in.max_seqlen_q) * in.max_seqlen_k *
+                       in.head_dim * 0.5;
+  return in.window_right >= 0 && flops >= kDynamicOrderMinimumFlops;
+}
+
+void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m, int head_dim,
+                     int head_dim_v, FwdKernelParams* out) {
+  out->out = in.out;
+  out->lse = in.lse;
+  out->cu_seqlens_q = in.cu_seqlens_q;
+  out->cu_seqlens_k = in.cu_seqlens_k;
+  out->seqused_q = in.seqused_q;
+  out->seqused_k = in.seqused_k;
+  out->workspace = static_cast<int32_t*>(in.workspace);
+  out->out_strides = in.out_strides;
+  out->lse_batch_stride = is_ragged_q(in) ? 0 : int64_t(in.heads) * in.max_seqlen_q;
+  out->lse_head_stride = is_ragged_q(in) ? in.total_q : in.max_seqlen_q;
+  out->batch = in.batch;
+  out->seqlen_q = in.max_seqlen_q;
+  out->seqlen_k = in.max_seqlen_k;
+  out->total_q = int32_t(in.total_q);
+  out->total_k = int32_t(in.total_k);
+  out->heads = in.heads;
+  out->group = in.heads / in.heads_kv;
+  out->head_dim_v = in.head_dim_v;
+  out->mask = {bounded_window(in.window_left), bounded_window(in.window_right),
+               in.attention_chunk > 0 ? in.attention_chunk : 0};
+
+  constexpr float kLog2E = 1.4426950408889634f;
+  float scale = in.softmax_scale;
+  out->transform = 0;
+  out->cap_input = 0.0f;
+  if (in.softcap > 0.0f) {
+    out->transform = 1;
+    out->cap_input = in.softmax_scale / in.softcap;
+    scale = in.softcap;
+  } else if (scale < 0.0f) {
+    out->transform = 2;
+    scale = -scale;
+  }
+  out->scale = scale;
+  out->scale_log2 = scale * kLog2E;
+  out->slack = kReferenceSlack / out->scale_log2;  // infinite for a scale of 0: all scores are equal
+
+  out->order = is_ragged_q(in)           ? TileOrder::kRagged
+               : wants_dynamic_order(in) ? TileOrder::kDynamic
+                                         : TileOrder::kStatic;
+  out->q_tiles = blocks_for(in.max_seqlen_q, tile_m);
+  out->tiles = out->q_tiles * in.heads * in.batch;
+  // Heads are taken in sections whose K and V fill at most half of L2, a whole number of groups each.
+  const int64_t head_bytes =
+      2 * int64_t(in.max_seqlen_k) * (head_dim + head_dim_v) / (in.heads / in.heads_kv);
+  const int64_t fitting = larger(1, int32_t(context.l2_bytes / 2 / (head_bytes + 1)));
+  const int64_t group = out->group;
+  int64_t section = in.window_right < 0 ? group : (fitting + group - 1) / group * group;
+  if (section > int64_t(in.heads) * in.batch) section = int64_t(in.heads) * in.batch;
+  out->section_heads = int32_t(section);
+}
+
+int fwd_grid(const FwdParams& in, const FwdContext& context, const FwdKernelParams& params) {
+  const int sms = larger(1, context.sms - larger(0, in.sm_margin));
+  return params.order == TileOrder::kRagged ? sms : smaller(sms, larger(1, params.tiles));
+}
+
+Status prepare_workspace(const FwdParams& in, const FwdKernelParams& params, int tile_m,
+                         cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  if (params.order == TileOrder::kDynamic) {
+    error = cudaMemsetAsync(params.workspace, 0, RaggedPlan::kHeader * sizeof(int32_t), stream);
+  } else if (params.order == TileOrder::kRagged) {
+    error = launch_ragged_plan(in, params, tile_m, stream);
+  }
+  return error == cudaSuccess ? Status{} : cuda_status("preparing the tile order", error);
+}
+
+}  // namespace flash_attn3
+
+using namespace flash_attn3;
+
+int flash_attn3_fwd(const FwdParams* params, cudaStream_t stream, char* message,
+                    size_t message_size) {
+  return report(run(params, stream, nullptr), message, message_size);
+}
+
+int flash_attn3_fwd_plan(const FwdParams* params, FwdPlan* plan, char* message,
+                         size_t message_size) {
+  if (plan == nullptr) return report(Status::invalid("plan must not be null."), message, message_size);
+  return report(run(params, nullptr, plan), message, message_size);
+}
+
+int64_t flash_attn3_fwd_workspace_bytes(const FwdParams* params) {
+  if (is_ragged_q(*params)) return RaggedPlan::words(params->batch) * int64_t(sizeof(int32_t));
+  return wants_dynamic_order(*params) ? RaggedPlan::kHeader * int64_t(sizeof(int32_t)) : 0;
+}
+
+const char* flash_attn3_build_info() {
+  static const std::string info = [] {
+    std::string text = "nvcc " + std::to_string(__CUDACC_VER_MAJOR__) + "." +
+                       std::to_string(__CUDACC_VER_MINOR__) + "." +
+                       std::to_string(__CUDACC_VER_BUILD__) + "; fwd:";
+    for (const CompiledKernel& kernel : kCompiled) {
+      if (kernel.launch == nullptr) break;
+      text += std::string(" ") + dtype_name(kernel.dtype) + " (" + std::to_string(kernel.head_dim) +
+              "," + std::to_string(kernel.head_dim_v) + ")";
+    }
+    return text;
+  }();
+  return info.c_str();
+}

@@ -1,0 +1,51 @@
+// Forward: what every instantiation shares on the host, and the declarations of them all.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "host/params.h"
+#include "host/status.h"
+#include "kernels/fwd/fwd_params.h"
+
+namespace flash_attn3 {
+
+constexpr int kMaxDevices = 64;
+
+struct FwdContext {
+  int sms;
+  int64_t l2_bytes;
+};
+
+Status cuda_status(const char* doing, cudaError_t error);
+
+// True where tiles are handed out by an atomic counter in the workspace (dense calls).
+bool wants_dynamic_order(const FwdParams& in);
+
+// Everything but the tensor maps.
+void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m, int head_dim,
+                     int head_dim_v, FwdKernelParams* out);
+
+int fwd_grid(const FwdParams& in, const FwdContext& context, const FwdKernelParams& params);
+
+// Queues what the kernel expects in its workspace.
+Status prepare_workspace(const FwdParams& in, const FwdKernelParams& params, int tile_m,
+                         cudaStream_t stream);
+
+// plan != nullptr: only describe.
+#define FLASH_ATTN3_DECLARE_FWD(NAME) \
+  Status launch_fwd_##NAME(const FwdParams&, const FwdContext&, cudaStream_t, FwdPlan* plan);
+FLASH_ATTN3_DECLARE_FWD(bf16_d64)
+FLASH_ATTN3_DECLARE_FWD(bf16_d96)
+FLASH_ATTN3_DECLARE_FWD(bf16_d128)
+FLASH_ATTN3_DECLARE_FWD(bf16_d192_128)
+FLASH_ATTN3_DECLARE_FWD(bf16_d192)
+FLASH_ATTN3_DECLARE_FWD(bf16_d256)
+FLASH_ATTN3_DECLARE_FWD(fp16_d64)
+FLASH_ATTN3_DECLARE_FWD(fp16_d96)
+FLASH_ATTN3_DECLARE_FWD(fp16_d128)
+FLASH_ATTN3_DECLARE_FWD(fp16_d192_128)
+FLASH_ATTN3_DECLARE_FWD(fp16_d192)
+FLASH_ATTN3_DECLARE_FWD(fp16_d256)
+#undef FLASH_ATTN3_DECLARE_FWD
+
+}  // namespace flash_attn3

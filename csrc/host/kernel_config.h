@@ -1,0 +1,40 @@
+// The one table of compiled head dims and their schedules. Host and kernels both ask it.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "kernels/fwd/fwd_traits.h"
+
+namespace flash_attn3 {
+
+// Consumers, KV block, stages, Q in registers, overlap, turns.
+template <int kHeadDim, int kHeadDimV>
+struct FwdScheduleOf;
+
+template <>
+struct FwdScheduleOf<64, 64> {
+  using Type = FwdSchedule<2, 128, 4, true, Overlap::kTwoScoreTiles, Turns::kFree>;
+};
+template <>
+struct FwdScheduleOf<96, 96> {
+  using Type = FwdSchedule<2, 128, 3, true, Overlap::kOneScoreTile, Turns::kIssue>;
+};
+template <>
+struct FwdScheduleOf<128, 128> {
+  using Type = FwdSchedule<2, 128, 2, true, Overlap::kOneScoreTile, Turns::kIssue>;
+};
+template <>
+struct FwdScheduleOf<192, 128> {
+  using Type = FwdSchedule<2, 128, 2, false, Overlap::kOneScoreTile, Turns::kIssue>;
+};
+template <>
+struct FwdScheduleOf<192, 192> {
+  using Type = FwdSchedule<2, 96, 2, false, Overlap::kOneScoreTile, Turns::kIssue>;
+};
+template <>
+struct FwdScheduleOf<256, 256> {
+  using Type = FwdSchedule<2, 80, 2, false, Overlap::kOneScoreTile, Turns::kIssue>;
+};
+
+}  // namespace flash_attn3

@@ -1,0 +1,11 @@
+// Every named barrier of the kernels, so that no id is used twice.
+#pragma once
+
+namespace flash_attn3 {
+
+enum NamedBarrier : int {
+  // 0 is __syncthreads().
+  kTurn = 1,  // kTurn + w: consumer warpgroup w may go; w waits, the warpgroup before it arrives
+};
+
+}  // namespace flash_attn3

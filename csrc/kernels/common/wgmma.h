@@ -1,0 +1,177 @@
+// Asynchronous warpgroup matrix products on plain register arrays. The instructions themselves are
+// CuTe's; shared-memory descriptors are made here, since tiles are plain swizzled panels.
+//
+// A panel is `rows` x 128 bytes (or 64 bytes, for head dims that are no multiple of 64), stored with
+// the swizzle of that width; a tile of more columns is several panels, one after the other.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include <cute/arch/mma_sm90_gmma.hpp>
+#if defined(CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
+#include <cute/arch/mma_sm90_gmma_ext.hpp>
+#endif
+
+#include "kernels/common/ptx.h"
+
+namespace flash_attn3 {
+
+template <int kColumns>
+struct Panel {
+  static_assert(kColumns % 32 == 0);
+  static constexpr int kWidth = kColumns % 64 == 0 ? 64 : 32;  // elements of 16 bits
+  static constexpr int kBytes = 2 * kWidth;                    // of one row of a panel
+  static constexpr int kCount = kColumns / kWidth;
+  static constexpr uint64_t kLayoutType = kBytes == 128 ? 1 : 2;
+
+  // The 16-byte chunk at which the swizzle stores chunk `chunk` of row `row`.
+  static __device__ __forceinline__ int swizzle(int row, int chunk) {
+    return kBytes == 128 ? chunk ^ (row & 7) : chunk ^ ((row >> 1) & 3);
+  }
+};
+
+// Descriptor of an operand whose k runs along the panel's columns (Q and K in S = Q K^T).
+template <class P>
+__device__ __forceinline__ uint64_t k_major_descriptor(uint32_t address) {
+  return (uint64_t(address & 0x3ffff) >> 4) | (uint64_t(1) << 16) |
+         (uint64_t(8 * P::kBytes >> 4) << 32) | (P::kLayoutType << 62);
+}
+
+// Descriptor of an operand whose k runs along the rows (V in O = P V); rows is the panel's height.
+template <class P>
+__device__ __forceinline__ uint64_t mn_major_descriptor(uint32_t address, int rows) {
+  return (uint64_t(address & 0x3ffff) >> 4) | (uint64_t(rows * P::kBytes >> 4) << 16) |
+         (uint64_t(8 * P::kBytes >> 4) << 32) | (P::kLayoutType << 62);
+}
+
+__device__ __forceinline__ uint64_t advance_descriptor(uint64_t descriptor, int bytes) {
+  return descriptor + uint64_t(bytes >> 4);
+}
+
+namespace gmma = cute::SM90::GMMA;
+
+// The instruction for 64 x N x 16 with A from shared memory (kShared) and registers (kRegister).
+template <class Element, int N, gmma::Major kMajorB>
+struct WgmmaOp;
+
+#define FLASH_ATTN3_WGMMA(N)                                                                    \
+  template <gmma::Major kMajorB>                                                                \
+  struct WgmmaOp<__nv_bfloat16, N, kMajorB> {                                                   \
+    using Shared = gmma::MMA_64x##N##x16_F32BF16BF16_SS<gmma::Major::K, kMajorB>;               \
+    using Register = gmma::MMA_64x##N##x16_F32BF16BF16_RS<gmma::Major::K, kMajorB>;             \
+  };                                                                                            \
+  template <gmma::Major kMajorB>                                                                \
+  struct WgmmaOp<__half, N, kMajorB> {                                                          \
+    using Shared = gmma::MMA_64x##N##x16_F32F16F16_SS<gmma::Major::K, kMajorB>;                 \
+    using Register = gmma::MMA_64x##N##x16_F32F16F16_RS<gmma::Major::K, kMajorB>;               \
+  };
+FLASH_ATTN3_WGMMA(64)
+FLASH_ATTN3_WGMMA(96)
+FLASH_ATTN3_WGMMA(128)
+FLASH_ATTN3_WGMMA(192)
+FLASH_ATTN3_WGMMA(256)
+#if defined(CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
+FLASH_ATTN3_WGMMA(80)
+FLASH_ATTN3_WGMMA(112)
+FLASH_ATTN3_WGMMA(144)
+FLASH_ATTN3_WGMMA(160)
+FLASH_ATTN3_WGMMA(176)
+#endif
+#undef FLASH_ATTN3_WGMMA
+
+namespace detail {
+template <class Op, size_t... I>
+__device__ __forceinline__ void wgmma_ss(uint64_t a, uint64_t b, float* d, gmma::ScaleOut scale,
+                                         std::index_sequence<I...>) {
+  Op::fma(a, b, d[I]..., scale);
+}
+template <class Op, size_t... I>
+__device__ __forceinline__ void wgmma_rs(const uint32_t* a, uint64_t b, float* d,
+                                         gmma::ScaleOut scale, std::index_sequence<I...>) {
+  Op::fma(a[0], a[1], a[2], a[3], b, d[I]..., scale);
+}
+}  // namespace detail
+
+// S[64 x N] = A[64 x K] B[N x K]^T, both from shared memory. Issues only; rows_a is the height of
+// A's panels.
+template <class Element, int N, int K>
+__device__ __forceinline__ void issue_qk_shared(uint32_t a_address, int rows_a, uint32_t b_address,
+                                                float (&s)[N / 2]) {
+  using P = Panel<K>;
+  using Op = typename WgmmaOp<Element, N, gmma::Major::K>::Shared;
+  const uint64_t a = k_major_descriptor<P>(a_address);
+  const uint64_t b = k_major_descriptor<P>(b_address);
+#pragma unroll
+  for (int k = 0; k < K / 16; ++k) {
+    const int panel = k / (P::kWidth / 16);
+    const int within = k % (P::kWidth / 16) * 32;
+    detail::wgmma_ss<Op>(advance_descriptor(a, panel * rows_a * P::kBytes + within),
+                         advance_descriptor(b, panel * N * P::kBytes + within), s,
+                         k == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
+                         std::make_index_sequence<N / 2>{});
+  }
+}
+
+// The same with A's fragments in registers: a[4 * k .. 4 * k + 3] for the k-th 16 columns.
+template <class Element, int N, int K>
+__device__ __forceinline__ void issue_qk_register(const uint32_t (&a)[K / 4], uint32_t b_address,
+                                                  float (&s)[N / 2]) {
+  using P = Panel<K>;
+  using Op = typename WgmmaOp<Element, N, gmma::Major::K>::Register;
+  const uint64_t b = k_major_descriptor<P>(b_address);
+#pragma unroll
+  for (int k = 0; k < K / 16; ++k) {
+    const int panel = k / (P::kWidth / 16);
+    const int within = k % (P::kWidth / 16) * 32;
+    detail::wgmma_rs<Op>(a + 4 * k, advance_descriptor(b, panel * N * P::kBytes + within), s,
+                         k == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
+                         std::make_index_sequence<N / 2>{});
+  }
+}
+
+// O[64 x Dv] (+)= P[64 x K] V[K x Dv], P's fragments in registers, V row-major in shared memory.
+template <class Element, int Dv, int K>
+__device__ __forceinline__ void issue_pv(const uint32_t (&p)[K / 4], uint32_t v_address,
+                                         float (&o)[Dv / 2], bool accumulate) {
+  using Pv = Panel<Dv>;
+  using Op = typename WgmmaOp<Element, Dv, gmma::Major::MN>::Register;
+  const uint64_t v = mn_major_descriptor<Pv>(v_address, K);
+#pragma unroll
+  for (int k = 0; k < K / 16; ++k) {
+    detail::wgmma_rs<Op>(
+        p + 4 * k, advance_descriptor(v, k * 16 * Pv::kBytes), o,
+        k == 0 ? (accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero) : gmma::ScaleOut::One,
+        std::make_index_sequence<Dv / 2>{});
+  }
+}
+
+// Before the first product that reads registers written by ordinary instructions.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Tells the compiler that these registers change here (the products write them behind its back), so
+// that it moves no read above a wait and no write below an issue.
+template <int kSize>
+__device__ __forceinline__ void pin_registers(float (&r)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(r[i])::"memory");
+}
+
+template <int kSize>
+__device__ __forceinline__ void pin_registers(uint32_t (&r)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) asm volatile("" : "+r"(r[i])::"memory");
+}
+
+}  // namespace flash_attn3

@@ -1,0 +1,57 @@
+// The persistent forward kernel: set-up, then each warpgroup takes its role.
+#pragma once
+
+#include "kernels/fwd/fwd_consumer.h"
+#include "kernels/fwd/fwd_producer.h"
+#include "kernels/fwd/fwd_scheduler.h"
+
+namespace flash_attn3 {
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    fwd_kernel(const __grid_constant__ FwdKernelParams params) {
+  extern __shared__ uint8_t raw[];
+  // Swizzled panels must start at multiples of 1,024 bytes.
+  auto& shared = *reinterpret_cast<typename T::SharedMemory*>(
+      (reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    constexpr int kConsumerWarps = 4 * T::kConsumers;
+    for (int w = 0; w < T::kConsumers; ++w) {
+      mbarrier_init(&shared.q_full[w], 1);
+      mbarrier_init(&shared.q_empty[w], 4);
+    }
+    for (int stage = 0; stage < T::kStages; ++stage) {
+      mbarrier_init(&shared.k_full[stage], 1);
+      mbarrier_init(&shared.k_empty[stage], kConsumerWarps);
+      mbarrier_init(&shared.v_full[stage], 1);
+      mbarrier_init(&shared.v_empty[stage], kConsumerWarps);
+    }
+    mbarrier_init(&shared.v_tail, 1);
+    for (int slot = 0; slot < T::kTileSlots; ++slot) {
+      mbarrier_init(&shared.tile_full[slot], 1);
+      mbarrier_init(&shared.tile_empty[slot], 1 + kConsumerWarps);  // the producer reads it too
+    }
+    mbarrier_init_fence();
+    prefetch_tensor_map(&params.q);
+    prefetch_tensor_map(&params.k);
+    prefetch_tensor_map(&params.v);
+  }
+  __syncthreads();
+
+  if (warp < 4) {
+    registers_give_back<T::kProducerRegisters>();
+    if (warp == 0) {
+      FwdProducer<T>{params, shared, lane}.run();
+    } else if (warp == 1) {
+      FwdScheduler<T>{params, lane}.run(shared);
+    }
+  } else {
+    registers_take<T::kConsumerRegisters>();
+    FwdConsumer<T>(params, shared, warp / 4 - 1).run();
+  }
+}
+
+}  // namespace flash_attn3

@@ -1,0 +1,78 @@
+// FwdParams to a launch of one compiled forward kernel. Included by the instantiations alone.
+#pragma once
+
+#include <cuda.h>
+#include <cudaTypedefs.h>
+
+#include "host/fwd_dispatch.h"
+#include "host/kernel_config.h"
+#include "host/tensor_map.h"
+#include "kernels/fwd/fwd_kernel.h"
+
+namespace flash_attn3 {
+
+template <class T>
+constexpr int fwd_shared_bytes() {
+  return int(sizeof(typename T::SharedMemory)) + 1024;  // to start at a multiple of 1,024
+}
+
+template <class T>
+Status encode_fwd_maps(const FwdParams& in, FwdKernelParams* out) {
+  const bool is_bfloat16 = in.dtype == DType::kBFloat16;
+  const bool ragged_q = in.cu_seqlens_q != nullptr;
+  const bool ragged_k = in.cu_seqlens_k != nullptr;
+  const int64_t k_rows = ragged_k ? in.total_k : in.max_seqlen_k;
+  const int64_t k_batch = ragged_k ? 1 : in.batch;
+  const TensorMapShape q{"q", in.q, is_bfloat16, in.head_dim,
+                         ragged_q ? in.total_q : in.max_seqlen_q, in.heads,
+                         ragged_q ? 1 : in.batch, in.q_strides.row, in.q_strides.head,
+                         in.q_strides.batch, Panel<T::kHeadDim>::kWidth, T::kRowsPerConsumer};
+  const TensorMapShape k{"k", in.k, is_bfloat16, in.head_dim, k_rows, in.heads_kv, k_batch,
+                         in.k_strides.row, in.k_strides.head, in.k_strides.batch,
+                         Panel<T::kHeadDim>::kWidth, T::kBlockN};
+  const TensorMapShape v{"v", in.v, is_bfloat16, in.head_dim_v, k_rows, in.heads_kv, k_batch,
+                         in.v_strides.row, in.v_strides.head, in.v_strides.batch,
+                         Panel<T::kHeadDimV>::kWidth, T::kBlockN};
+  Status status = encode_tensor_map(q, &out->q);
+  if (status.ok()) status = encode_tensor_map(k, &out->k);
+  if (status.ok()) status = encode_tensor_map(v, &out->v);
+  return status;
+}
+
+// Once per device: more than 48 KB of shared memory must be asked for.
+template <class T>
+Status prepare_fwd_kernel(int device) {
+  static bool prepared[kMaxDevices] = {};
+  if (device < kMaxDevices && prepared[device]) return {};
+  const cudaError_t error = cudaFuncSetAttribute(
+      fwd_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, fwd_shared_bytes<T>());
+  if (error != cudaSuccess) return cuda_status("preparing the forward kernel", error);
+  if (device < kMaxDevices) prepared[device] = true;
+  return {};
+}
+
+template <class T>
+Status launch_fwd(const FwdParams& in, const FwdContext& context, cudaStream_t stream,
+                  FwdPlan* plan) {
+  FwdKernelParams params;
+  fill_fwd_params(in, context, T::kBlockM, T::kHeadDim, T::kHeadDimV, &params);
+  const int grid = fwd_grid(in, context, params);
+  Status status = prepare_fwd_kernel<T>(in.device);
+  if (!status.ok()) return status;
+  if (plan != nullptr) {
+    cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, fwd_kernel<T>);
+    if (error != cudaSuccess) return cuda_status("asking for the forward kernel's resources", error);
+    *plan = {T::kBlockM, T::kBlockN, T::kHeadDim, T::kHeadDimV, T::kStages, T::kThreads,
+             attributes.numRegs, fwd_shared_bytes<T>(), int(attributes.localSizeBytes), grid};
+    return {};
+  }
+  status = encode_fwd_maps<T>(in, &params);
+  if (status.ok()) status = prepare_workspace(in, params, T::kBlockM, stream);
+  if (!status.ok()) return status;
+  fwd_kernel<T><<<grid, T::kThreads, fwd_shared_bytes<T>(), stream>>>(params);
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? Status{} : cuda_status("launching the forward kernel", error);
+}
+
+}  // namespace flash_attn3

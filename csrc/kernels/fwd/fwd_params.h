@@ -1,0 +1,67 @@
+// What the forward kernel gets: tensor maps, pointers and run-time options.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda.h>
+
+#include "host/params.h"
+#include "kernels/attn/key_range.h"
+
+namespace flash_attn3 {
+
+enum class TileOrder : int32_t {
+  kStatic = 0,   // dense: CTA c takes tiles c, c + grid, ...; every other round reversed when causal
+  kDynamic = 1,  // dense: an atomic counter in the workspace
+  kRagged = 2,   // the workspace holds a prefix sum of the sequences' tiles, and the counter
+};
+
+// Workspace of a ragged call, in 32-bit words.
+struct RaggedPlan {
+  static constexpr int kCounter = 0;
+  static constexpr int kTiles = 1;  // of all sequences, for one head
+  static constexpr int kHeader = 4;
+  // then: sequence[B] (longest first where B allows sorting), first_tile[B + 1]
+  static __host__ __device__ int64_t words(int64_t batch) { return kHeader + 2 * batch + 1; }
+};
+
+struct FwdKernelParams {
+  CUtensorMap q;  // (d, row, head, batch), box: one panel x 64 rows
+  CUtensorMap k;  // box: one panel x one KV block
+  CUtensorMap v;
+
+  void* out;
+  float* lse;
+  const int32_t* cu_seqlens_q;
+  const int32_t* cu_seqlens_k;
+  const int32_t* seqused_q;
+  const int32_t* seqused_k;
+  int32_t* workspace;
+
+  Strides out_strides;
+  int64_t lse_batch_stride;
+  int64_t lse_head_stride;
+
+  int32_t batch;
+  int32_t seqlen_q;  // rows of a dense q
+  int32_t seqlen_k;
+  int32_t total_q;  // rows of a ragged q
+  int32_t total_k;
+  int32_t heads;
+  int32_t group;  // query heads of one KV head
+  int32_t head_dim_v;
+
+  Mask mask;
+  float scale_log2;   // >= 0: scores after `transform` to exponents of two
+  float scale;        // the same, natural
+  float slack;        // kReferenceSlack in units of scores
+  float cap_input;    // soft cap: scores become tanh(cap_input * s), and scale is the cap
+  int32_t transform;  // 0: none; 1: soft cap; 2: negate (a negative softmax_scale)
+
+  TileOrder order;
+  int32_t q_tiles;        // of a dense sequence
+  int32_t tiles;          // of a dense call
+  int32_t section_heads;  // (batch, head) pairs whose tiles are interleaved, so that their K and V fit L2
+};
+
+}  // namespace flash_attn3

@@ -1,0 +1,127 @@
+// The producer warp: brings Q, K and V of one tile after the other into shared memory by TMA.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "kernels/fwd/fwd_params.h"
+#include "kernels/fwd/fwd_traits.h"
+
+namespace flash_attn3 {
+
+template <class T>
+struct FwdProducer {
+  const FwdKernelParams& params;
+  typename T::SharedMemory& shared;
+  int lane;
+
+  RingPosition<T::kTileSlots> tile_ring;
+  RingPosition<T::kStages> k_ring;
+  RingPosition<T::kStages> v_ring;
+  uint32_t q_parity = 0;
+  uint32_t tail_parity = 0;
+
+  static constexpr uint64_t kReadOnce = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
+  static constexpr uint64_t kReadOften = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
+
+  // One tile of `rows` rows as panels, one copy each.
+  template <int kColumns>
+  __device__ __forceinline__ void copy_panels(const CUtensorMap& map, uint64_t* barrier,
+                                              uint64_t hint, uint8_t* destination, int rows,
+                                              int row, int head, int batch) {
+    using P = Panel<kColumns>;
+#pragma unroll
+    for (int panel = 0; panel < P::kCount; ++panel) {
+      cute::SM90_TMA_LOAD_4D::copy(&map, barrier, hint, destination + panel * rows * P::kBytes,
+                                   panel * P::kWidth, row, head, batch);
+    }
+  }
+
+  __device__ __forceinline__ void load_q(const TileInfo& tile, int tensor_batch) {
+#pragma unroll 1
+    for (int w = 0; w < T::kConsumers; ++w) {
+      // Waits until consumer w has read its part of the tile before.
+      mbarrier_wait(&shared.q_empty[w], q_parity ^ 1);
+      if (lane == 0) {
+        mbarrier_arrive_expect_bytes(&shared.q_full[w], T::kQueryBytes);
+        copy_panels<T::kHeadDim>(params.q, &shared.q_full[w], kReadOnce, shared.q[w],
+                                 T::kRowsPerConsumer,
+                                 tile.q_base + tile.row0 + w * T::kRowsPerConsumer, tile.head,
+                                 tensor_batch);
+      }
+      __syncwarp();
+    }
+    q_parity ^= 1;
+  }
+
+  __device__ __forceinline__ void load_k(const TileInfo& tile, int n, int head, int tensor_batch) {
+    const int stage = k_ring.slot();
+    mbarrier_wait(&shared.k_empty[stage], k_ring.parity() ^ 1);
+    if (lane == 0) {
+      mbarrier_arrive_expect_bytes(&shared.k_full[stage], T::kKeyBytes);
+      copy_panels<T::kHeadDim>(params.k, &shared.k_full[stage], kReadOften, shared.k[stage],
+                               T::kBlockN, tile.k_base + n * T::kBlockN, head, tensor_batch);
+    }
+    __syncwarp();
+    k_ring.advance();
+  }
+
+  __device__ __forceinline__ void load_v(const TileInfo& tile, int n, int head, int tensor_batch) {
+    const int stage = v_ring.slot();
+    const int row = tile.k_base + n * T::kBlockN;
+    const int valid = tile.k_len - n * T::kBlockN;
+    // Rows past the sequence may hold anything, and P = 0 times NaN is NaN: they must be 0. Where the
+    // sequence ends with the tensor, the copy engine fills zeros by itself.
+    const bool clear_tail =
+        valid < T::kBlockN && (params.cu_seqlens_k != nullptr || params.seqused_k != nullptr);
+    uint64_t* barrier = clear_tail ? &shared.v_tail : &shared.v_full[stage];
+    mbarrier_wait(&shared.v_empty[stage], v_ring.parity() ^ 1);
+    if (lane == 0) {
+      mbarrier_arrive_expect_bytes(barrier, T::kValueBytes);
+      copy_panels<T::kHeadDimV>(params.v, barrier, kReadOften, shared.v[stage], T::kBlockN, row,
+                                head, tensor_batch);
+    }
+    __syncwarp();
+    if (clear_tail) {
+      mbarrier_wait(&shared.v_tail, tail_parity);
+      tail_parity ^= 1;
+      using P = Panel<T::kHeadDimV>;
+      for (int panel = 0; panel < P::kCount; ++panel) {
+        uint8_t* rows = shared.v[stage] + panel * T::kBlockN * P::kBytes;
+        for (int at = valid * P::kBytes + lane * 16; at < T::kBlockN * P::kBytes; at += 32 * 16) {
+          *reinterpret_cast<uint4*>(rows + at) = make_uint4(0, 0, 0, 0);
+        }
+      }
+      fence_shared_to_async_proxy();
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&shared.v_full[stage]);
+    }
+    v_ring.advance();
+  }
+
+  // The order is that in which consumers read: K of a block comes before V of the block before it.
+  __device__ __forceinline__ void run() {
+    for (;;) {
+      mbarrier_wait(&shared.tile_full[tile_ring.slot()], tile_ring.parity());
+      // Read where it lies: this warp has few registers.
+      const TileInfo& tile = shared.tiles[tile_ring.slot()];
+      if (tile.batch < 0) return;
+      if (tile.n_begin < tile.n_end) {
+        const int k_batch = params.cu_seqlens_k != nullptr ? 0 : tile.batch;
+        const int head_kv = tile.head / params.group;
+        load_q(tile, params.cu_seqlens_q != nullptr ? 0 : tile.batch);
+        load_k(tile, tile.n_end - 1, head_kv, k_batch);
+#pragma unroll 1
+        for (int n = tile.n_end - 2; n >= tile.n_begin; --n) {
+          load_k(tile, n, head_kv, k_batch);
+          load_v(tile, n + 1, head_kv, k_batch);
+        }
+        load_v(tile, tile.n_begin, head_kv, k_batch);
+      }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&shared.tile_empty[tile_ring.slot()]);
+      tile_ring.advance();
+    }
+  }
+};
+
+}  // namespace flash_attn3

@@ -1,0 +1,112 @@
+// Shapes, shared memory and register budget of one compiled forward kernel.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/common/wgmma.h"
+
+namespace flash_attn3 {
+
+// How a consumer warpgroup overlaps its softmax with matrix work (docs/forward.md has the drawings).
+enum class Overlap {
+  kOneScoreTile,   // Q K^T of block j+1 and P V of block j are issued together; softmax under P V
+  kTwoScoreTiles,  // Q K^T of block j+2 and P V of block j run under the softmax of block j+1
+};
+
+// How warpgroups take turns.
+enum class Turns {
+  kFree,         // no order
+  kIssue,        // ping-pong: products are issued in turn, so one's softmax meets the other's products
+  kExponential,  // exponentials are computed in turn
+};
+
+template <int kConsumers_, int kBlockN_, int kStages_, bool kQueryInRegisters_, Overlap kOverlap_,
+          Turns kTurns_>
+struct FwdSchedule {
+  static constexpr int kConsumers = kConsumers_;
+  static constexpr int kBlockN = kBlockN_;
+  static constexpr int kStages = kStages_;
+  static constexpr bool kQueryInRegisters = kQueryInRegisters_;
+  static constexpr Overlap kOverlap = kOverlap_;
+  static constexpr Turns kTurns = kTurns_;
+};
+
+// One unit of work, written by the scheduler warp, read by the producer and all consumers.
+struct TileInfo {
+  int32_t batch;  // -1: no more work
+  int32_t head;
+  int32_t row0;    // first query row of the tile within its sequence
+  int32_t q_len;   // query rows in use
+  int32_t q_rows;  // query rows that exist (those not in use get 0)
+  int32_t k_len;
+  int32_t q_base;  // row of the tensor at which the sequence starts (ragged)
+  int32_t k_base;
+  int32_t n_begin;  // KV blocks n_begin <= n < n_end, visited from the last
+  int32_t n_end;
+  int32_t padding[2];
+};
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, class Schedule>
+struct FwdTraits : Schedule {
+  using Element = Element_;
+  using Schedule::kBlockN;
+  using Schedule::kConsumers;
+  using Schedule::kStages;
+
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr int kRowsPerConsumer = 64;
+  static constexpr int kBlockM = kConsumers * kRowsPerConsumer;
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kTileSlots = 4;
+
+  // 65,536 registers: what the producer warpgroup gives back, the consumers take.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536);
+
+  static constexpr int kQueryBytes = kRowsPerConsumer * kHeadDim * 2;  // of one consumer
+  static constexpr int kKeyBytes = kBlockN * kHeadDim * 2;             // of one stage
+  static constexpr int kValueBytes = kBlockN * kHeadDimV * 2;
+
+  struct SharedMemory {
+    alignas(1024) uint8_t q[kConsumers][kQueryBytes];
+    alignas(1024) uint8_t k[kStages][kKeyBytes];
+    alignas(1024) uint8_t v[kStages][kValueBytes];
+
+    // full: the copy engine has written; empty: every consumer warp has finished reading.
+    alignas(8) uint64_t q_full[kConsumers];
+    uint64_t q_empty[kConsumers];
+    uint64_t k_full[kStages];
+    uint64_t k_empty[kStages];
+    uint64_t v_full[kStages];
+    uint64_t v_empty[kStages];
+    uint64_t v_tail;  // a V block whose last rows the producer must clear before it says v_full
+    uint64_t tile_full[kTileSlots];
+    uint64_t tile_empty[kTileSlots];
+    alignas(16) TileInfo tiles[kTileSlots];
+  };
+};
+
+// A position in a ring of slots, and the parity of the phase that completes next there.
+template <int kSlots>
+class RingPosition {
+ public:
+  __device__ __forceinline__ int slot() const { return kPowerOfTwo ? at_ & (kSlots - 1) : at_ >> 1; }
+  __device__ __forceinline__ uint32_t parity() const {
+    return kPowerOfTwo ? at_ / kSlots & 1 : at_ & 1;
+  }
+  __device__ __forceinline__ void advance() {
+    if constexpr (kPowerOfTwo) {
+      ++at_;
+    } else {
+      at_ = at_ >= 2 * (kSlots - 1) ? (at_ & 1) ^ 1 : at_ + 2;
+    }
+  }
+
+ private:
+  static constexpr bool kPowerOfTwo = (kSlots & (kSlots - 1)) == 0;
+  uint32_t at_ = 0;  // one register: a running count, or slot * 2 + parity
+};
+
+}  // namespace flash_attn3
