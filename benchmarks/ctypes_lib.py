@@ -1,4 +1,4 @@
-"""The kernel library called through its plain C interface (csrc/host/params.h), without the binding.
+"""The kernel library called through its C interface (csrc/host/params.h), without the binding.
 
 Serves to time variants of libflash_attn3_sm90.so side by side before, or without, building the
 torch extension. The structures below repeat params.h field by field; tests/cpu/test_benchmarks.py
