@@ -1,6 +1,6 @@
 """The operators flash_attn3::fwd, fwd_out and bwd: what C++ does not register of them.
 
-- `_C` is the compiled module, or None; `NO_KERNELS_REASON` then says why in one sentence, and the
+- `_C` is the compiled module, or None; `load_error` then says why in one sentence, and the
   schemas are defined here instead, so that fake tensors and export work without it.
 - Fakes of all three.
 - The CUDA implementation of bwd, by PyTorch's kernels, until this project's backward exists.
@@ -90,51 +90,10 @@ def _load() -> tuple[Optional[ModuleType], Optional[str]]:
     return None, reason
 
 
-_C, NO_KERNELS_REASON = _load()
+_C, load_error = _load()
 
 # A fragment: C++ defines the operators when it is there, backends/operators.py the fallback ones.
 _library = torch.library.Library("flash_attn3", "FRAGMENT")
-
-
-def kernel_refusal(q: Tensor, k: Tensor, v: Tensor) -> Optional[str]:
-    """Why flash_attn3::fwd can't run on these tensors; None if it can. No look into their data."""
-    if _C is None:
-        return NO_KERNELS_REASON
-    if q.device.type != "cuda":
-        return f"needs a CUDA device, got {q.device.type}"
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    if q.dtype not in names or k.dtype != q.dtype or v.dtype != q.dtype:
-        return f"needs float16 or bfloat16, got {q.dtype}, {k.dtype} and {v.dtype}"
-    refusal = device_refusal(q.device)
-    if refusal:
-        return refusal
-    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    for what, dim in (("D", head_dim), ("Dv", head_dim_v)):
-        if dim % 8 != 0 or not 8 <= dim <= 256:
-            return f"needs multiples of 8 up to 256 as head dims, got {what} {dim}"
-    if not compiled_for(names[q.dtype], head_dim, head_dim_v, q.device):
-        return f"this build holds no {names[q.dtype]} kernel for D {head_dim} and Dv {head_dim_v}"
-    return None
-
-
-# Both are constants of a process, so a trace may take them as they are (a call of the compiled
-# module would break the graph).
-@torch.compiler.assume_constant_result
-def device_refusal(device: torch.device) -> str:
-    """Why the kernels don't run on this CUDA device; empty if they do."""
-    if not torch.cuda.is_available():  # fake tensors on a machine without the device
-        return "no CUDA device is available"
-    return _C.device_refusal(_index(device))
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-@torch.compiler.assume_constant_result
-def compiled_for(dtype: str, head_dim: int, head_dim_v: int, device: torch.device) -> bool:
-    """Whether the kernel library holds a forward kernel for these."""
-    return _C.compiled_for(dtype, head_dim, head_dim_v, _index(device))
 
 
 # ---- fakes ---------------------------------------------------------------------------------------

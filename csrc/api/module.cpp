@@ -2,7 +2,6 @@
 // check), and two entries to flash_attn3::fwd that skip Python's operator calling convention.
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -87,10 +86,7 @@ class Reader {
   }
 
   OptionalTensor optional_tensor() {
-    if (*args_ == Py_None) {
-      ++args_;
-      return std::nullopt;
-    }
+    if (skip_none()) return std::nullopt;
     return tensor();
   }
 
@@ -106,12 +102,17 @@ class Reader {
     return value;
   }
 
-  double number(double if_none) {
-    PyObject* o = *args_++;
-    if (o == Py_None) return if_none;
-    if (PyFloat_CheckExact(o)) return PyFloat_AS_DOUBLE(o);
-    --args_;
-    return static_cast<double>(integer());
+  bool skip_none() {
+    if (*args_ != Py_None) return false;
+    ++args_;
+    return true;
+  }
+
+  double number() {
+    if (!PyFloat_CheckExact(*args_)) return static_cast<double>(integer());
+    const double value = PyFloat_AS_DOUBLE(*args_++);
+    ok = ok && std::isfinite(value);
+    return value;
   }
 
   bool boolean() {
@@ -133,26 +134,24 @@ struct Options {
   int64_t sm_margin;
 };
 
-constexpr double kScaleFromHeadDim = -1.0;  // softmax_scale=None
-
-Options read_options(Reader& r) {
+Options read_options(Reader& r, const Tensor& q) {
   Options o;
-  o.scale = r.number(kScaleFromHeadDim);
-  r.ok = r.ok && o.scale != 0.0 && std::isfinite(o.scale) && o.scale >= kScaleFromHeadDim;
+  o.scale = r.skip_none() ? 1.0 / std::sqrt(static_cast<double>(q.size(-1))) : r.number();
   o.causal = r.boolean();
   o.window_left = r.integer();
   o.window_right = r.integer();
   o.chunk = r.integer();
-  o.softcap = r.number(0.0);
+  o.softcap = r.number();
   o.deterministic = r.boolean();
   o.sm_margin = r.integer();
-  r.ok = r.ok && o.chunk >= 0 && o.sm_margin >= 0 && std::isfinite(o.softcap) && o.softcap >= 0.0;
+  r.ok = r.ok && o.scale > 0.0 && o.chunk >= 0 && o.softcap >= 0.0 && o.sm_margin >= 0;
   return o;
 }
 
+// Read at each call, as flash_attn3/env.py does.
 bool is_set(const char* variable) {
   const char* value = std::getenv(variable);
-  return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
+  return value != nullptr && *value != '\0';
 }
 
 // Somebody watches or transforms the calls of this thread, or asked for a backend or for checks.
@@ -200,14 +199,12 @@ PyObject* call(const Tensor& q, const Tensor& k, const Tensor& v,
                const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
                int64_t max_seqlen_q, int64_t max_seqlen_k, const Options& o) {
-  const double scale =
-      o.scale == kScaleFromHeadDim ? 1.0 / std::sqrt(static_cast<double>(q.size(-1))) : o.scale;
   FwdResult result;
   {
     // A launch waits when the queue of the device is full: other threads of Python go on meanwhile.
     py::gil_scoped_release release;
     result = fwd_op().call(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                           max_seqlen_q, max_seqlen_k, scale, o.causal, o.window_left,
+                           max_seqlen_q, max_seqlen_k, o.scale, o.causal, o.window_left,
                            o.window_right, o.chunk, o.softcap, o.deterministic, o.sm_margin);
   }
   py::object out = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::get<0>(result)));
@@ -227,7 +224,7 @@ PyObject* fwd_dense_fast(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const Tensor& k = r.tensor();
   const Tensor& v = r.tensor();
   if (!r.ok || is_observed() || !has_kernel(q, k, v, /*ragged=*/false)) Py_RETURN_NONE;
-  const Options o = read_options(r);
+  const Options o = read_options(r, q);
   if (!r.ok) Py_RETURN_NONE;
   return call(q, k, v, std::nullopt, std::nullopt, std::nullopt, std::nullopt, q.size(1),
               k.size(1), o);
@@ -256,7 +253,7 @@ PyObject* fwd_varlen_fast(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
   }
   const int64_t batch = cu_seqlens_q->size(0) - 1;
-  const Options o = read_options(r);
+  const Options o = read_options(r, q);
   if (!r.ok || !is_int_vector(cu_seqlens_q, batch + 1, q) ||
       !is_int_vector(cu_seqlens_k, batch + 1, q) || !is_int_vector(seqused_q, batch, q) ||
       !is_int_vector(seqused_k, batch, q)) {
