@@ -26,12 +26,13 @@ struct SoftmaxRows {
     sum[0] = sum[1] = 0.0f;
   }
 
-  // Scores to exponentials, in place. scale_log2 > 0 turns scores into exponents of two. True when a
+  // Scores to probabilities, packed as the A operand of P V (the accumulator layout is the operand
+  // layout, two columns a register). scale_log2 turns scores into exponents of two. True when a
   // reference of the warp's rows moved: O must then be multiplied by `rescale` (warp-uniform, so that
   // the common case has neither shuffles nor multiplications).
-  template <int kSize>
-  __device__ __forceinline__ bool exponentiate(float (&s)[kSize], float scale_log2, float slack,
-                                               float (&rescale)[2]) {
+  template <class Element, int kSize>
+  __device__ __forceinline__ bool exponentiate(float (&s)[kSize], uint32_t (&p)[kSize / 2],
+                                               float scale_log2, float slack, float (&rescale)[2]) {
     float top[2][2] = {{s[0], s[1]}, {s[2], s[3]}};
 #pragma unroll
     for (int i = 4; i < kSize; i += 4) {
@@ -59,21 +60,22 @@ struct SoftmaxRows {
     const float shift[2] = {
         reference[0] == kMinusInfinity ? 0.0f : reference[0] * scale_log2,
         reference[1] == kMinusInfinity ? 0.0f : reference[1] * scale_log2};
-    float part[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
+    float part[2][2] = {{sum[0], 0.0f}, {sum[1], 0.0f}};
 #pragma unroll
     for (int i = 0; i < kSize; i += 4) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& x = s[i + 2 * h + c];
-          x = exp2_approx(fmaf(x, scale_log2, -shift[h]));
-          part[h][c] += x;
-        }
+        const float a = exp2_approx(fmaf(s[i + 2 * h], scale_log2, -shift[h]));
+        const float b = exp2_approx(fmaf(s[i + 2 * h + 1], scale_log2, -shift[h]));
+        part[h][0] += a;
+        part[h][1] += b;
+        p[i / 2 + h] = pack_two<Element>(a, b);
       }
     }
-    sum[0] += part[0][0] + part[0][1];
-    sum[1] += part[1][0] + part[1][1];
+    sum[0] = part[0][0] + part[0][1];
+    sum[1] = part[1][0] + part[1][1];
+    // Nothing of this may sink below the waits that follow: it is to run under matrix work.
+    asm volatile("" : "+f"(sum[0]), "+f"(sum[1])::"memory");
     return moved;
   }
 
@@ -86,14 +88,6 @@ struct SoftmaxRows {
     }
   }
 };
-
-// The A fragments of P for O = P V: the accumulator layout is the operand layout, two columns a register.
-template <class Element, int kSize>
-__device__ __forceinline__ void pack_probabilities(const float (&s)[kSize],
-                                                   uint32_t (&p)[kSize / 2]) {
-#pragma unroll
-  for (int i = 0; i < kSize / 2; ++i) p[i] = pack_two<Element>(s[2 * i], s[2 * i + 1]);
-}
 
 // Scores of keys that a row does not see become -inf. keys[h] is the row's range relative to this
 // thread's first column.

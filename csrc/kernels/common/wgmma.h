@@ -23,7 +23,7 @@ struct Panel {
   static constexpr int kWidth = kColumns % 64 == 0 ? 64 : 32;  // elements of 16 bits
   static constexpr int kBytes = 2 * kWidth;                    // of one row of a panel
   static constexpr int kCount = kColumns / kWidth;
-  static constexpr uint64_t kLayoutType = kBytes == 128 ? 1 : 2;
+  static constexpr uint32_t kLayoutType = kBytes == 128 ? 1 : 2;
 
   // The 16-byte chunk at which the swizzle stores chunk `chunk` of row `row`.
   static __device__ __forceinline__ int swizzle(int row, int chunk) {
@@ -31,22 +31,31 @@ struct Panel {
   }
 };
 
-// Descriptor of an operand whose k runs along the panel's columns (Q and K in S = Q K^T).
+// The low word of a descriptor holds the address (in 16 bytes) and the stride between panels; the high
+// word is constant, and moving through a tile is one 32-bit addition.
 template <class P>
-__device__ __forceinline__ uint64_t k_major_descriptor(uint32_t address) {
-  return (uint64_t(address & 0x3ffff) >> 4) | (uint64_t(1) << 16) |
-         (uint64_t(8 * P::kBytes >> 4) << 32) | (P::kLayoutType << 62);
+constexpr uint32_t descriptor_high() {
+  return uint32_t(8 * P::kBytes >> 4) | uint32_t(P::kLayoutType << 30);
 }
 
-// Descriptor of an operand whose k runs along the rows (V in O = P V); rows is the panel's height.
-template <class P>
-__device__ __forceinline__ uint64_t mn_major_descriptor(uint32_t address, int rows) {
-  return (uint64_t(address & 0x3ffff) >> 4) | (uint64_t(rows * P::kBytes >> 4) << 16) |
-         (uint64_t(8 * P::kBytes >> 4) << 32) | (P::kLayoutType << 62);
+// Operand whose k runs along the panel's columns (Q and K in S = Q K^T).
+__device__ __forceinline__ uint32_t k_major_low(uint32_t address) {
+  return (address & 0x3ffff) >> 4 | 1u << 16;
 }
 
-__device__ __forceinline__ uint64_t advance_descriptor(uint64_t descriptor, int bytes) {
-  return descriptor + uint64_t(bytes >> 4);
+// Operand whose k runs along the rows (V in O = P V); rows is the panel's height.
+template <class P>
+__device__ __forceinline__ uint32_t mn_major_low(uint32_t address, int rows) {
+  return (address & 0x3ffff) >> 4 | uint32_t(rows * P::kBytes >> 4) << 16;
+}
+
+template <class P>
+__device__ __forceinline__ uint64_t descriptor(uint32_t low, int bytes_further) {
+  uint64_t d;
+  asm("mov.b64 %0, {%1, %2};"
+      : "=l"(d)
+      : "r"(low + uint32_t(bytes_further >> 4)), "r"(descriptor_high<P>()));
+  return d;
 }
 
 namespace gmma = cute::SM90::GMMA;
@@ -100,14 +109,14 @@ __device__ __forceinline__ void issue_qk_shared(uint32_t a_address, int rows_a, 
                                                 float (&s)[N / 2]) {
   using P = Panel<K>;
   using Op = typename WgmmaOp<Element, N, gmma::Major::K>::Shared;
-  const uint64_t a = k_major_descriptor<P>(a_address);
-  const uint64_t b = k_major_descriptor<P>(b_address);
+  const uint32_t a = k_major_low(a_address);
+  const uint32_t b = k_major_low(b_address);
 #pragma unroll
   for (int k = 0; k < K / 16; ++k) {
     const int panel = k / (P::kWidth / 16);
     const int within = k % (P::kWidth / 16) * 32;
-    detail::wgmma_ss<Op>(advance_descriptor(a, panel * rows_a * P::kBytes + within),
-                         advance_descriptor(b, panel * N * P::kBytes + within), s,
+    detail::wgmma_ss<Op>(descriptor<P>(a, panel * rows_a * P::kBytes + within),
+                         descriptor<P>(b, panel * N * P::kBytes + within), s,
                          k == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
                          std::make_index_sequence<N / 2>{});
   }
@@ -119,12 +128,12 @@ __device__ __forceinline__ void issue_qk_register(const uint32_t (&a)[K / 4], ui
                                                   float (&s)[N / 2]) {
   using P = Panel<K>;
   using Op = typename WgmmaOp<Element, N, gmma::Major::K>::Register;
-  const uint64_t b = k_major_descriptor<P>(b_address);
+  const uint32_t b = k_major_low(b_address);
 #pragma unroll
   for (int k = 0; k < K / 16; ++k) {
     const int panel = k / (P::kWidth / 16);
     const int within = k % (P::kWidth / 16) * 32;
-    detail::wgmma_rs<Op>(a + 4 * k, advance_descriptor(b, panel * N * P::kBytes + within), s,
+    detail::wgmma_rs<Op>(a + 4 * k, descriptor<P>(b, panel * N * P::kBytes + within), s,
                          k == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
                          std::make_index_sequence<N / 2>{});
   }
@@ -136,11 +145,11 @@ __device__ __forceinline__ void issue_pv(const uint32_t (&p)[K / 4], uint32_t v_
                                          float (&o)[Dv / 2], bool accumulate) {
   using Pv = Panel<Dv>;
   using Op = typename WgmmaOp<Element, Dv, gmma::Major::MN>::Register;
-  const uint64_t v = mn_major_descriptor<Pv>(v_address, K);
+  const uint32_t v = mn_major_low<Pv>(v_address, K);
 #pragma unroll
   for (int k = 0; k < K / 16; ++k) {
     detail::wgmma_rs<Op>(
-        p + 4 * k, advance_descriptor(v, k * 16 * Pv::kBytes), o,
+        p + 4 * k, descriptor<Pv>(v, k * 16 * Pv::kBytes), o,
         k == 0 ? (accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero) : gmma::ScaleOut::One,
         std::make_index_sequence<Dv / 2>{});
   }

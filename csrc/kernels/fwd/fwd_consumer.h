@@ -159,9 +159,12 @@ struct FwdConsumer {
   // Soft cap, sign and mask: what a plain block of a plain call has none of.
   __device__ __forceinline__ void adjust_scores(const StreamBlock& block, float (&s)[kScores]) {
     if (params.transform != 0) {
+      if (params.transform == 1) {
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        s[i] = params.transform == 1 ? tanh_by_exp2(params.cap_input * s[i]) : -s[i];
+        for (int i = 0; i < kScores; ++i) s[i] = tanh_by_exp2(params.cap_input * s[i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) s[i] = -s[i];
       }
     }
     if (block.masked()) {
@@ -191,188 +194,138 @@ struct FwdConsumer {
     }
   }
 
-  __device__ __forceinline__ void finish_tile(int slot, SoftmaxRows& rows, float (&o)[kOutputs]) {
+  // The last block of a tile has been exponentiated: its LSE is known before its O is.
+  __device__ __forceinline__ void finish_rows(const StreamBlock& block, SoftmaxRows& rows,
+                                              float (&inverse)[2]) {
     rows.finish();
-    epilogue.store(shared.tiles[slot], rows, o);
-    release(&shared.tile_empty[slot]);
+    epilogue.store_lse(shared.tiles[block.slot()], rows, inverse);
+  }
+
+  __device__ __forceinline__ void finish_tile(const StreamBlock& block, const float (&inverse)[2],
+                                              float (&o)[kOutputs]) {
+    epilogue.store_out(shared.tiles[block.slot()], inverse, o);
+    release(&shared.tile_empty[block.slot()]);
   }
 
   __device__ __forceinline__ static void scale_rows(float (&o)[kOutputs],
-                                                    const float (&rescale)[2]) {
+                                                    const float (&factor)[2]) {
 #pragma unroll
-    for (int i = 0; i < kOutputs; ++i) o[i] *= rescale[i / 2 % 2];
+    for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
+  }
+
+  // What one block leaves to the next step: O lags behind the softmax by a block.
+  struct Stream {
+    uint32_t q[kQueryRegisters];
+    float s[kScores];
+    float o[kOutputs];
+    SoftmaxRows rows;
+    // Due once P V of the block before `current` is done: multiply O by `factor` when the softmax of
+    // `current` moved a reference, or, when `current` is the first of its tile, store O times it.
+    float factor[2];
+    bool due;
+    StreamBlock current;
+    StreamBlock previous;
+    bool has_previous;
+  };
+
+  __device__ __forceinline__ void softmax(Stream& t, uint32_t (&p)[kScores / 2]) {
+    float rescale[2];
+    adjust_scores(newest, t.s);
+    const bool moved = t.rows.template exponentiate<Element>(t.s, p, params.scale_log2,
+                                                             params.slack, rescale);
+    if (!newest.first()) {
+      t.due = moved;
+      t.factor[0] = rescale[0];
+      t.factor[1] = rescale[1];
+    }
+  }
+
+  // O of all blocks before `current` is complete.
+  __device__ __forceinline__ void settle(Stream& t) {
+    if (t.has_previous) release_v();
+    if (t.current.first()) {
+      if (t.has_previous) finish_tile(t.previous, t.factor, t.o);
+    } else if (t.due) {
+      scale_rows(t.o, t.factor);
+    }
+  }
+
+  // Before: p holds the probabilities of block e = `current`, P V of e - 1 may be in flight (reading
+  // p_next), S is free. After: the same, one block further. `newest` is e + 1.
+  //
+  // O is touched before Q K^T is issued: the assembler gives up the overlap of all products when
+  // ordinary instructions read an accumulator between the issue of one and the wait for another.
+  __device__ __forceinline__ void step(Stream& t, uint32_t (&p)[kScores / 2],
+                                       uint32_t (&p_next)[kScores / 2]) {
+    if (newest.first()) take_q(t.q);
+    mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
+    wgmma_wait<0>();
+    pin_registers(t.o);
+    pin_registers(p_next);
+    settle(t);
+    take_turn(Turns::kIssue);
+    issue_qk(t.q, t.s);
+    mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
+    issue_pv_block(p, t.o, !t.current.first());
+    pass_turn(Turns::kIssue);
+    wgmma_wait<1>();
+    pin_registers(t.s);
+    release_k(newest.last());
+
+    t.previous = t.current;
+    t.has_previous = true;
+    if (newest.first()) {
+      finish_rows(t.current, t.rows, t.factor);
+      t.rows.reset();
+    }
+    t.current = newest;
+    softmax(t, p_next);
   }
 
   __device__ __forceinline__ void run() {
     if (T::kTurns != Turns::kFree && warpgroup == T::kConsumers - 1) {
       named_barrier_arrive(kTurn, 256);  // the first turn is warpgroup 0's
     }
-    if constexpr (T::kOverlap == Overlap::kOneScoreTile) {
-      run_one_score_tile();
-    } else {
-      run_two_score_tiles();
-    }
-  }
-
-  __device__ __forceinline__ void run_one_score_tile() {
-    float s[kScores];
-    uint32_t p[kScores / 2];
-    float o[kOutputs];
-    uint32_t q[kQueryRegisters];
-    SoftmaxRows rows;
-    float rescale[2];
+    Stream t;
+    uint32_t p0[kScores / 2];
+    uint32_t p1[kScores / 2];
 
     if (!advance()) return;
-    StreamBlock current = newest;
-    rows.reset();
-    take_q(q);
+    t.rows.reset();
+    t.current = newest;
+    t.has_previous = false;
+    take_q(t.q);
     mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
-    issue_qk(q, s);
+    issue_qk(t.q, t.s);
     wgmma_wait<0>();
-    pin_registers(s);
+    pin_registers(t.s);
     release_k(newest.last());
-    adjust_scores(current, s);
-    rows.exponentiate(s, params.scale_log2, params.slack, rescale);
-    pack_probabilities<Element>(s, p);
+    softmax(t, p0);
 
-    // Here p holds block `current`, and o all blocks of its tile before it.
-    while (advance()) {
-      if (newest.first()) take_q(q);
-      mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
-      take_turn(Turns::kIssue);
-      issue_qk(q, s);
-      mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
-      issue_pv_block(p, o, !current.first());
-      pass_turn(Turns::kIssue);
-      wgmma_wait<1>();
-      pin_registers(s);
-      release_k(newest.last());
-
-      SoftmaxRows finished = rows;
-      if (newest.first()) rows.reset();
-      adjust_scores(newest, s);
-      const bool moved = rows.exponentiate(s, params.scale_log2, params.slack, rescale);
-
-      // Long complete: a second look at the barrier is a branch, which the assembler does not move the
-      // wait for P V across, so that P V stays under the exponentials.
-      mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
-      wgmma_wait<0>();
-      pin_registers(o);
-      pin_registers(p);
-      release_v();
-      if (newest.first()) {
-        finish_tile(current.slot(), finished, o);
-      } else if (moved) {
-        scale_rows(o, rescale);
-      }
-      pack_probabilities<Element>(s, p);
-      current = newest;
-    }
-
-    mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
-    issue_pv_block(p, o, !current.first());
-    wgmma_wait<0>();
-    pin_registers(o);
-    release_v();
-    finish_tile(current.slot(), rows, o);
-  }
-
-  // --- two score tiles ---
-
-  struct Registers {
-    uint32_t p[kScores / 2];
-    float o[kOutputs];
-    uint32_t q[kQueryRegisters];
-  };
-
-  // Before: p holds block e (in `done`), `ready` block e + 1's scores. Issues Q K^T of block e + 2
-  // into `next` and P V of block e; the softmax of block e + 1 runs meanwhile. False when there is
-  // no block e + 2; its product then is of stale data and nobody's.
-  __device__ __forceinline__ bool step(float (&ready)[kScores], float (&next)[kScores],
-                                       Registers& r, SoftmaxRows& rows, StreamBlock& done,
-                                       StreamBlock& current) {
-    const StreamBlock upcoming_of = current;
-    const bool more = advance();
-    if (more) {
-      if (newest.first()) take_q(r.q);
-      mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
-    }
-    take_turn(Turns::kIssue);
-    issue_qk(r.q, next);
-    mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
-    issue_pv_block(r.p, r.o, !done.first());
-    pass_turn(Turns::kIssue);
-
-    SoftmaxRows finished = rows;
-    float rescale[2];
-    if (current.first()) rows.reset();
-    adjust_scores(upcoming_of, ready);
-    take_turn(Turns::kExponential);
-    const bool moved = rows.exponentiate(ready, params.scale_log2, params.slack, rescale);
-    pass_turn(Turns::kExponential);
-
-    mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());  // as above: keeps the wait below
-    wgmma_wait<0>();
-    pin_registers(next);
-    pin_registers(r.o);
-    pin_registers(r.p);
-    if (more) release_k(newest.last());
-    release_v();
-    if (current.first()) {
-      finish_tile(done.slot(), finished, r.o);
-    } else if (moved) {
-      scale_rows(r.o, rescale);
-    }
-    pack_probabilities<Element>(ready, r.p);
-    done = current;
-    current = newest;
-    return more;
-  }
-
-  __device__ __forceinline__ void run_two_score_tiles() {
-    float s0[kScores];
-    float s1[kScores];
-    Registers r;
-    SoftmaxRows rows;
-
-    if (!advance()) return;
-    StreamBlock done = newest;
-    StreamBlock current = newest;
-    rows.reset();
-    take_q(r.q);
-    mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
-    issue_qk(r.q, s0);
-    wgmma_wait<0>();
-    pin_registers(s0);
-    release_k(newest.last());
-
+    // Two steps a round, so that P alternates between registers without moves.
     bool more = advance();
-    if (more) {
-      if (newest.first()) take_q(r.q);
-      mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
-    }
-    current = newest;
-    issue_qk(r.q, s1);
-    float rescale[2];
-    adjust_scores(done, s0);
-    rows.exponentiate(s0, params.scale_log2, params.slack, rescale);
-    pack_probabilities<Element>(s0, r.p);
-    wgmma_wait<0>();
-    pin_registers(s1);
-    if (more) release_k(newest.last());
-
     while (more) {
-      more = step(s1, s0, r, rows, done, current);
-      if (!more) break;
-      more = step(s0, s1, r, rows, done, current);
+      step(t, p0, p1);
+      more = advance();
+      if (!more) {
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) p0[i] = p1[i];
+        break;
+      }
+      step(t, p1, p0);
+      more = advance();
     }
 
-    mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
-    issue_pv_block(r.p, r.o, !done.first());
     wgmma_wait<0>();
-    pin_registers(r.o);
+    pin_registers(t.o);
+    settle(t);
+    mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
+    issue_pv_block(p0, t.o, !t.current.first());
+    finish_rows(t.current, t.rows, t.factor);
+    wgmma_wait<0>();
+    pin_registers(t.o);
     release_v();
-    finish_tile(done.slot(), rows, r.o);
+    finish_tile(t.current, t.factor, t.o);
   }
 };
 

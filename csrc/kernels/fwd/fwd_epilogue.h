@@ -52,40 +52,47 @@ struct FwdEpilogue {
            tile.q_base + row;
   }
 
-  // rows.sum must be finished. Rows that exist but are not in use, or see no key, get 0 and -inf.
-  __device__ __forceinline__ void store(const TileInfo& tile, const SoftmaxRows& rows,
-                                        const float (&o)[T::kHeadDimV / 2]) const {
-    store_row<0>(tile, rows, o);
-    store_row<1>(tile, rows, o);
-  }
-
-  template <int h>
-  __device__ __forceinline__ void store_row(const TileInfo& tile, const SoftmaxRows& rows,
-                                            const float (&o)[T::kHeadDimV / 2]) const {
-    const int row = tile.row0 + row_in_tile + 8 * h;
-    const float sum = rows.sum[h];
-    // A sum of 0 without a key; NaN stays NaN.
-    const bool seen = row < tile.q_len && sum != 0.0f;
-    const float inverse = seen ? 1.0f / sum : 0.0f;
-    const bool exists = row < tile.q_rows;
-    typename T::Element* out = out_row(tile, row);
+  // Writes the LSE and gives what O must be multiplied by; 0 for rows that exist but are not in use,
+  // or see no key. rows.sum must be finished.
+  __device__ __forceinline__ void store_lse(const TileInfo& tile, const SoftmaxRows& rows,
+                                            float (&inverse)[2]) const {
 #pragma unroll
-    for (int i = 0; i < T::kHeadDimV / 8; i += 4) {
-      uint32_t r[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float* pair = o + 4 * (i + j) + 2 * h;
-        r[j] = seen ? pack_two<typename T::Element>(pair[0] * inverse, pair[1] * inverse) : 0u;
-      }
-      transpose_quad(r, quad);
-      const int column = (i + quad) * 8;
-      if (exists && column < params.head_dim_v) {
-        *reinterpret_cast<uint4*>(out + column) = make_uint4(r[0], r[1], r[2], r[3]);
+    for (int h = 0; h < 2; ++h) {
+      const int row = tile.row0 + row_in_tile + 8 * h;
+      const float sum = rows.sum[h];
+      const bool seen = row < tile.q_len && sum != 0.0f;  // NaN counts as seen, and stays
+      inverse[h] = seen ? 1.0f / sum : 0.0f;
+      if (row < tile.q_rows && quad == 0) {
+        *lse_row(tile, row) =
+            seen ? rows.reference[h] * params.scale + __logf(sum) : kMinusInfinity;
       }
     }
-    if (exists && quad == 0) {
-      *lse_row(tile, row) =
-          seen ? rows.reference[h] * params.scale + __logf(sum) : kMinusInfinity;
+  }
+
+  __device__ __forceinline__ void store_out(const TileInfo& tile, const float (&inverse)[2],
+                                            const float (&o)[T::kHeadDimV / 2]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = tile.row0 + row_in_tile + 8 * h;
+      const bool exists = row < tile.q_rows;
+      typename T::Element* out = out_row(tile, row);
+#pragma unroll
+      for (int i = 0; i < T::kHeadDimV / 8; i += 4) {
+        uint32_t r[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* pair = o + 4 * (i + j) + 2 * h;
+          // O of a row without keys is no number that 0 would clear where V holds NaN.
+          r[j] = inverse[h] == 0.0f ? 0u
+                                    : pack_two<typename T::Element>(pair[0] * inverse[h],
+                                                                    pair[1] * inverse[h]);
+        }
+        transpose_quad(r, quad);
+        const int column = (i + quad) * 8;
+        if (exists && column < params.head_dim_v) {
+          *reinterpret_cast<uint4*>(out + column) = make_uint4(r[0], r[1], r[2], r[3]);
+        }
+      }
     }
   }
 

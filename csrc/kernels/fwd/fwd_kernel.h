@@ -10,10 +10,10 @@ namespace flash_attn3 {
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     fwd_kernel(const __grid_constant__ FwdKernelParams params) {
-  extern __shared__ uint8_t raw[];
-  // Swizzled panels must start at multiples of 1,024 bytes.
-  auto& shared = *reinterpret_cast<typename T::SharedMemory*>(
-      (reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  // Swizzled panels must start at multiples of 1,024 bytes; without static shared memory the dynamic
+  // part starts there.
+  extern __shared__ __align__(1024) uint8_t raw[];
+  auto& shared = *reinterpret_cast<typename T::SharedMemory*>(raw);
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;

@@ -13,7 +13,7 @@ namespace flash_attn3 {
 
 template <class T>
 constexpr int fwd_shared_bytes() {
-  return int(sizeof(typename T::SharedMemory)) + 1024;  // to start at a multiple of 1,024
+  return int(sizeof(typename T::SharedMemory));
 }
 
 template <class T>

@@ -61,8 +61,8 @@ struct FwdTraits : Schedule {
   static constexpr int kTileSlots = 4;
 
   // 65,536 registers: what the producer warpgroup gives back, the consumers take.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536);
 
   static constexpr int kQueryBytes = kRowsPerConsumer * kHeadDim * 2;  // of one consumer
