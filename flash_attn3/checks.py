@@ -1,0 +1,211 @@
+"""Validation of what callers pass, the same for every backend.
+
+Every error is a ValueError or TypeError that names the argument, what it was, and what is accepted.
+Values inside device tensors are looked at only with FLASH_ATTN3_CHECK=1, since that synchronises.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+# float32 and float64 run on the fallback alone.
+DTYPES = HALF_DTYPES + (torch.float32, torch.float64, torch.float8_e4m3fn)
+_INT_TYPES = (int, torch.SymInt)
+
+
+def _shape(t: Tensor) -> str:
+    return str(tuple(t.shape))
+
+
+def tensor(name: str, t, dims: tuple[int, ...] = ()) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} is a {type(t).__name__}; expected a torch.Tensor")
+    if t.layout != torch.strided:
+        raise TypeError(f"{name} has layout {t.layout}; expected a strided tensor")
+    if dims and t.dim() not in dims:
+        wanted = " or ".join(str(d) for d in dims)
+        raise ValueError(
+            f"{name} has {t.dim()} dimensions, shape {_shape(t)}; expected {wanted} dimensions")
+
+
+def on_device(name: str, t: Tensor, q: Tensor) -> None:
+    if t.device != q.device:
+        raise ValueError(f"{name} is on {t.device}; expected {q.device}, the device of q")
+
+
+def shape(name: str, t: Tensor, expected: tuple, meaning: str = "") -> None:
+    if tuple(t.shape) != tuple(expected):
+        wanted = str(tuple(expected)) + (f", {meaning}" if meaning else "")
+        raise ValueError(f"{name} has shape {_shape(t)}; expected {wanted}")
+
+
+def same_dtype(name: str, t: Tensor, q: Tensor) -> None:
+    if t.dtype != q.dtype:
+        raise TypeError(f"{name} has dtype {t.dtype}; expected {q.dtype}, the dtype of q")
+
+
+def integer(name: str, value, least: int, accepted: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, _INT_TYPES):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected an int")
+    if value < least:
+        raise ValueError(f"{name} is {value}; expected {accepted or f'{least} or more'}")
+
+
+def boolean(name: str, value, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, (bool, int)):
+        extra = " or None" if optional else ""
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected a bool{extra}")
+
+
+def real(name: str, value) -> None:
+    if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected a float")
+    if not isinstance(value, (torch.SymFloat, torch.SymInt)) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; expected a finite number")
+
+
+def window(window_size) -> tuple[int, int]:
+    """(left, right) of window_size, -1 unlimited."""
+    if not isinstance(window_size, (tuple, list)):
+        raise TypeError(
+            f"window_size is {window_size!r}; expected a pair of ints (left, right), -1 unlimited")
+    if len(window_size) != 2:
+        raise ValueError(
+            f"window_size is {window_size!r}; expected two ints (left, right), -1 unlimited")
+    left, right = window_size
+    integer("window_size[0]", left, -1, "-1 (unlimited), 0 or more")
+    integer("window_size[1]", right, -1, "-1 (unlimited), 0 or more")
+    return left, right
+
+
+def options(softmax_scale, causal, attention_chunk, softcap, num_splits, pack_gqa, deterministic,
+            sm_margin) -> None:
+    """The scalar options that all public functions share."""
+    if softmax_scale is not None:
+        real("softmax_scale", softmax_scale)
+    boolean("causal", causal)
+    integer("attention_chunk", attention_chunk, 0, "0 (off) or more")
+    real("softcap", softcap)
+    if softcap < 0:
+        raise ValueError(f"softcap is {softcap}; expected 0.0 (off) or more")
+    integer("num_splits", num_splits, 0, "0 (choose) or more")
+    boolean("pack_gqa", pack_gqa, optional=True)
+    boolean("deterministic", deterministic)
+    integer("sm_margin", sm_margin, 0)
+
+
+def _head_dims(q: Tensor, v: Tensor, v_name: str, has_qv: bool) -> None:
+    d, dv = q.shape[-1], v.shape[-1]
+    if has_qv:
+        if d != 64 or dv not in (256, 512):
+            raise ValueError(
+                f"qv is given with head dims D {d} of q and Dv {dv} of {v_name}; expected D 64 and "
+                "Dv 256 or 512")
+        return
+    step = 16 if q.dtype == torch.float8_e4m3fn else 8
+    for name, value in (("q", d), (v_name, dv)):
+        if value < step or value > 256 or value % step:
+            raise ValueError(
+                f"{name} has head dim {value}; expected a multiple of {step} from {step} to 256 "
+                f"for {q.dtype}")
+
+
+def qkv(q, k, v, ragged_q: bool, ragged_k: bool, has_qv: bool = False, k_name: str = "k",
+        v_name: str = "v") -> None:
+    """Types, devices, ranks and shapes of q, k, v; batch sizes are the caller's to compare."""
+    tensor("q", q, (3,) if ragged_q else (4,))
+    tensor(k_name, k, (3,) if ragged_k else (4,))
+    tensor(v_name, v, (3,) if ragged_k else (4,))
+    if q.dtype not in DTYPES:
+        raise TypeError(
+            f"q has dtype {q.dtype}; expected torch.float16, torch.bfloat16 or torch.float8_e4m3fn "
+            "(on the fallback also torch.float32 and torch.float64)")
+    for name, t in ((k_name, k), (v_name, v)):
+        same_dtype(name, t, q)
+        on_device(name, t, q)
+    h, hk = q.shape[-2], k.shape[-2]
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"{k_name} has head dim {k.shape[-1]}, shape {_shape(k)}; expected {q.shape[-1]}, the "
+            f"head dim of q {_shape(q)}")
+    if hk < 1 or h < 1 or h % hk:
+        raise ValueError(
+            f"{k_name} has {hk} heads; expected a divisor of q's {h} heads (q has shape "
+            f"{_shape(q)})")
+    shape(v_name, v, tuple(k.shape[:-1]) + (v.shape[-1],), f"as {k_name} but for the head dim")
+    _head_dims(q, v, v_name, has_qv)
+
+
+def int_vector(name: str, t, length: Optional[int], q: Tensor, meaning: str = "") -> None:
+    """A 1-D int32 tensor on q's device; `length` None accepts any of at least one element."""
+    tensor(name, t)
+    if t.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {t.dtype}; expected torch.int32")
+    if t.dim() != 1 or (length is None and t.shape[0] < 1):
+        raise ValueError(f"{name} has shape {_shape(t)}; expected one dimension, batch + 1 elements")
+    if length is not None:
+        shape(name, t, (length,), meaning)
+    on_device(name, t, q)
+
+
+def qv_tensor(qv, q: Tensor, v: Tensor) -> None:
+    tensor("qv", qv)
+    shape("qv", qv, tuple(q.shape[:-1]) + (v.shape[-1],), "as q but with v's head dim")
+    same_dtype("qv", qv, q)
+    on_device("qv", qv, q)
+
+
+def descale(name: str, t, batch: int, heads_kv: int, q: Tensor) -> None:
+    if t is None:
+        return
+    tensor(name, t)
+    if t.dtype != torch.float32:
+        raise TypeError(f"{name} has dtype {t.dtype}; expected torch.float32")
+    shape(name, t, (batch, heads_kv), "(batch, KV heads)")
+    on_device(name, t, q)
+
+
+def no_gradient_of_fp8(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.dtype == torch.float8_e4m3fn and torch.is_grad_enabled() and (
+            q.requires_grad or k.requires_grad or v.requires_grad):
+        raise NotImplementedError(
+            "q, k or v is torch.float8_e4m3fn and requires a gradient; e4m3 inputs have none here: "
+            "pass float16 or bfloat16, or call under torch.no_grad()")
+
+
+# ---- values inside device tensors, only with FLASH_ATTN3_CHECK=1 ---------------------------------
+
+
+def offsets_values(name: str, cu: Tensor, total: int, max_seqlen: int, max_name: str,
+                   rows_of: str) -> list[int]:
+    """Checks the values of a cu_seqlens tensor; returns the lengths of the sequences."""
+    at = cu.tolist()
+    lengths = [b - a for a, b in zip(at, at[1:])]
+    if at[0] < 0 or any(n < 0 for n in lengths):
+        raise ValueError(f"{name} is {at}; expected offsets from 0 up that never decrease")
+    if at[-1] > total:
+        raise ValueError(f"{name} ends at {at[-1]}; expected at most {total}, the rows of {rows_of}")
+    if lengths and max(lengths) > max_seqlen:
+        raise ValueError(
+            f"{max_name} is {max_seqlen}; expected at least {max(lengths)}, the longest sequence of "
+            f"{name}")
+    return lengths
+
+
+def lengths_values(name: str, used: Tensor, limits: list[int]) -> None:
+    values = used.tolist()
+    for b, (n, limit) in enumerate(zip(values, limits)):
+        if n < 0 or n > limit:
+            raise ValueError(f"{name}[{b}] is {n}; expected 0 to {limit}, the rows of sequence {b}")
+
+
+def index_values(name: str, index: Tensor, limit: int) -> None:
+    if index.numel() and (int(index.min()) < 0 or int(index.max()) >= limit):
+        raise ValueError(f"{name} holds {index.tolist()}; expected values from 0 to {limit - 1}")
