@@ -344,3 +344,34 @@ def test_prepared_forward_fills_the_structure(monkeypatch):
     assert call.lse.shape == (4, 5) and p.cu_seqlens_q == cu.data_ptr()
     call.poison()
     assert bool(call.out.isnan().all()) and bool((call.workspace == 255).all())
+
+
+def test_readme_table_between_markers(tmp_path, monkeypatch):
+    import readme_table
+
+    monkeypatch.setenv("FLASH_ATTN3_COMMIT", "abc")
+    rows = all_rows(1.0)
+    for one in rows:
+        ms = one["ms"]
+        one["ours"] = flops.tflops(one["flops"], ms["ours"])
+        one["peers"] = {p: flops.tflops(one["flops"], t) for p, t in ms.items() if p != "ours"}
+    data = {**results.header("forward"), "rows": rows, "reference": {}}
+    data["figures"] = [vars(figure) for figure in figures.evaluate(rows)]
+    (tmp_path / "forward-x.json").write_text(results.dump(data))
+    readme = tmp_path / "README.md"
+    readme.write_text(f"a\n{readme_table.BEGIN}\nold\n{readme_table.END}\nb\n")
+    arguments = ["--readme", str(readme), "--results", str(tmp_path)]
+    assert readme_table.main([*arguments, "--check"]) == 1
+    assert readme_table.main(arguments) == 0
+    text = readme.read_text()
+    assert text.startswith("a\n") and text.endswith("b\n") and "old" not in text
+    assert sum("| 1.05 |" in line for line in text.splitlines()) == 36
+    assert readme_table.main([*arguments, "--check"]) == 0
+
+
+def test_plot_series():
+    import plot
+
+    rows = [{**r, "ours": 1.0, "peers": {"fa3": 2.0, "fa4": None}} for r in all_rows(1.0)]
+    panels = plot.series({"rows": rows})
+    assert len(panels) == 6 and all(len(p["ours"]) == 6 and "fa4" not in p for p in panels.values())

@@ -1,0 +1,89 @@
+"""Put the table and the figures of benchmarks/results/forward-*.json between README's markers.
+
+    python benchmarks/readme_table.py [--check]     --check: exit code 1 if the README is stale
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- forward figures: begin -->", "<!-- forward figures: end -->"
+PEERS = ("fa2", "fa3", "fa4", "cudnn")
+TITLES = {"fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "cudnn": "cuDNN"}
+VERDICTS = {True: "yes", False: "**no**", None: "not measured"}
+
+
+def cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+def markdown(data: dict) -> str:
+    lines = [
+        f"Measured on {data['device']} (driver {data['driver']}, torch {data['torch']}, commit "
+        f"{data['commit']}, {data['date']}); {data['unit']}, bf16, 16,384 tokens, hidden 2048.",
+        "",
+        "| D | mask | S | flash_attn3 | " + " | ".join(TITLES[p] for p in PEERS) + " | ratio |",
+        "|---" * (5 + len(PEERS)) + "|",
+    ]
+    for row in data["rows"]:
+        config, peers = row["config"], row["peers"]
+        if config.get("case") != "dense" or config["dtype"] != "bf16":
+            continue
+        best = max((peers.get(p) or 0 for p in ("fa3", "fa4", "cudnn")), default=0)
+        ratio = f"{row['ours'] / best:.2f}" if best and row["ours"] else "-"
+        mask = "causal" if config["causal"] else "full"
+        rates = " | ".join(cell(peers.get(p)) for p in PEERS)
+        lines.append(
+            f"| {config['D']} | {mask} | {config['S']} | {cell(row['ours'])} | {rates} | {ratio} |"
+        )
+    lines += ["", "ratio: to the best of FA3, FA4 and cuDNN in the same run.", ""]
+    if data.get("figures"):
+        lines += ["| figure | measured | asked | met |", "|---|---|---|---|"]
+        for figure in data["figures"]:
+            value = "-" if figure["value"] is None else f"{figure['value']:.3f}"
+            note = f" ({figure['note']})" if figure.get("note") else ""
+            lines.append(
+                f"| {figure['name']} | {value} | {figure['asked']} | "
+                f"{VERDICTS[figure['passed']]}{note} |"
+            )
+    return "\n".join(lines).strip()
+
+
+def insert(readme: str, text: str) -> str:
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise ValueError(f"README.md must hold {BEGIN} and {END} once each")
+    before, rest = readme.split(BEGIN)
+    return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--readme", type=Path, default=REPO / "README.md")
+    parser.add_argument("--results", type=Path, default=REPO / "benchmarks" / "results")
+    args = parser.parse_args(argv)
+    files = sorted(args.results.glob("forward-*.json"))
+    if not files:
+        print(f"no forward-*.json in {args.results}: run benchmarks/forward.py on a GPU first")
+        return 1
+    text = "\n\n".join(markdown(json.loads(file.read_text())) for file in files)
+    old = args.readme.read_text()
+    try:
+        new = insert(old, text)
+    except ValueError as error:
+        print(error)
+        return 1
+    if args.check:
+        if new != old:
+            print("README.md does not hold the figures of benchmarks/results; run `make readme`")
+        return int(new != old)
+    args.readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
