@@ -97,7 +97,7 @@ def mean_embedding(hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 class Encoder:
-    """The model, twice: on this package's attention with packed inputs, on PyTorch's with padding."""
+    """The model twice: packed on this package's attention, padded on PyTorch's."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype):
         from transformers import AutoModel, AutoTokenizer
@@ -198,7 +198,7 @@ def kernel_table() -> None:
     import providers
     import timing
 
-    print("\nbf16 forward, 16,384 tokens, hidden 2048, S 4096, TFLOP/s (PyTorch's FlashAttention-2)")
+    print("\nbf16 forward, 16,384 tokens, hidden 2048, S 4096, TFLOP/s (fa2: PyTorch's)")
     for head_dim in cases.HEAD_DIMS:
         for causal in (False, True):
             case = cases.Case("dense", head_dim, causal, (4096,) * 4, cases.HIDDEN // head_dim)

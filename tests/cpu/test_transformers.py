@@ -53,7 +53,7 @@ def sequences() -> list[torch.Tensor]:
 
 @torch.no_grad()
 def one_by_one(model) -> torch.Tensor:
-    """(total, hidden) by transformers' eager attention, each sequence alone: no mask to get wrong."""
+    """(total, hidden) by transformers' eager attention, each sequence alone."""
     model.set_attn_implementation("eager")
     return torch.cat([model(input_ids=s).last_hidden_state[0] for s in sequences()])
 
