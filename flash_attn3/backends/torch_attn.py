@@ -108,7 +108,8 @@ def cpu_flash_backward(call: Call, dout, q, k, v, out, lse, cu_seqlens_q, cu_seq
                        seqused_k):
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     q, k, v, dout, out = (_unit_last(t) for t in (q, k, v, dout, out))
-    lse_rows = lse.transpose(-1, -2)
+    # exp(s - inf) is 0: a row without keys, or one that the caller's own lse rules out.
+    lse_rows = lse.masked_fill(torch.isinf(lse), _INF).transpose(-1, -2)
     causal = call.window_right == 0
     groups = call.heads // call.heads_kv
     for q_rows, k_rows in _cpu_pairs(
@@ -260,6 +261,7 @@ def efficient_forward(call: Call, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q
 def efficient_backward(call: Call, dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q,
                        seqused_k):
     padded = (call.max_seqlen_q + 31) // 32 * 32
+    lse = lse.masked_fill(torch.isinf(lse), _INF)
     lse = torch.nn.functional.pad(lse, (0, padded - call.max_seqlen_q), value=_INF)
     state = torch.zeros((), dtype=torch.int64)  # dropout state; p is 0
     dq, dk, dv = aten._efficient_attention_backward(

@@ -1,0 +1,119 @@
+"""The fallback against float64: shapes, masks, heads, lengths, gradients, gradients of the LSE."""
+
+import dataclasses
+
+import pytest
+import torch
+from support.cases import MASKS, Case
+from support.compare import check_case, check_close
+
+import reference
+from flash_attn3.backends import blockwise, blockwise_backward, blockwise_forward, sequences
+from flash_attn3.backends.call import make_call
+
+pytestmark = pytest.mark.cpu
+HEADS = ((2, 2), (6, 2), (5, 1))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("sizes", [(33, 47), (47, 33), (1, 40), (40, 40), (17, 1)], ids=str)
+def test_dense_masks(mask, sizes):
+    sq, sk = sizes
+    check_case(Case((sq, sq), (sk, sk), 4, 2, **mask), with_dlse=True)
+    check_case(Case((sq, sq), (sk, sk), 4, 2, **mask))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dims", [(8, 8), (24, 40), (72, 72), (192, 128), (64, 256)], ids=str)
+def test_dtypes_heads_and_head_dims(dtype, heads, dims):
+    for causal in (False, True):
+        check_case(Case((29, 29), (50, 50), *heads, *dims, dtype=dtype, causal=causal))
+        check_case(Case((40, 40), (40, 40), *heads, *dims, dtype=dtype, causal=causal))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_ragged(mask):
+    case = Case((5, 0, 30, 1, 7), (9, 4, 21, 0, 7), 4, 2, ragged=True, tail=3, **mask)
+    check_case(case, poison=True, with_dlse=True)
+    check_case(case, poison=True)
+    check_case(dataclasses.replace(case, used_q=(3, 0, 30, 0, 5), used_k=(9, 2, 11, 0, 0)),
+               poison=True, with_dlse=True)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_lengths_of_a_dense_batch(mask):
+    check_case(Case((12,) * 3, (20,) * 3, 4, 2, used_q=(12, 5, 0), used_k=(7, 20, 3), **mask),
+               poison=True, with_dlse=True)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_path_without_host_reads(mask, ragged, monkeypatch):
+    """What a CUDA device takes: padded groups by device-side indices; here on the CPU."""
+    def split(q_side, k_side, device, group):
+        return list(zip(q_side.device_rows(group), k_side.device_rows(group)))
+
+    monkeypatch.setattr(blockwise, "split", split)
+    monkeypatch.setattr(torch.Tensor, "tolist", None)
+    monkeypatch.setattr(blockwise, "_block_sizes", lambda call: (2, 7, 11))
+    monkeypatch.setenv("FLASH_ATTN3_BACKEND", "blockwise")
+    case = Case((5, 0, 30, 1, 7) if ragged else (30,) * 5, (9, 4, 21, 0, 7) if ragged else (21,) * 5,
+                4, 2, ragged=ragged, used_q=(3, 0, 30, 0, 5), used_k=(9, 2, 11, 0, 0),
+                tail=3 if ragged else 0, **mask)
+    check_case(case, poison=True, with_dlse=True)
+    if ragged:
+        check_case(dataclasses.replace(case, used_q=None, used_k=None), poison=True)
+
+
+def test_blocks_of_every_size_agree(monkeypatch):
+    q, k, v = Case((70,), (90,), 4, 2).make()
+    lengths = (None,) * 4
+    options = lengths + (70, 90, 0.2, True, 30, 0, 0, 0.0, False, 0)
+    want = reference.attention(q, k, v, scale=0.2, causal=True, window=(30, 0))
+    for sizes in ((1, 1, 1), (1, 16, 8), (1, 64, 128), (1, 7, 33)):
+        monkeypatch.setattr(blockwise, "_block_sizes", lambda call, sizes=sizes: sizes)
+        out, lse = blockwise_forward(q, k, v, *options)
+        check_close("out", out, want[0], want[0], 2)
+        grads = blockwise_backward(out, None, q, k, v, out, lse, *options)
+        right = reference.gradients(out, None, q, k, v, scale=0.2, causal=True, window=(30, 0))
+        for g, w in zip(grads, right):
+            check_close("gradient", g, w, w, 3)
+
+
+def test_memory_is_linear_in_the_length():
+    """Blocks are bounded whatever the length, so no tensor of Sq * Sk scores exists."""
+    for n in (1 << 10, 1 << 14, 1 << 20):
+        q = torch.empty(1, n, 16, 64, device="meta")
+        call = make_call(q, q, q, None, None, None, None, n, n, 1.0, False, -1, -1, 0, 0.0, False)
+        group, rows, keys = blockwise._block_sizes(call)
+        assert group * 16 * rows * keys <= 1 << 22
+
+
+def test_wrong_lengths_never_leave_the_tensors():
+    side = sequences.Side(torch.tensor([-5, 3, 2, 99], dtype=torch.int32),
+                          torch.tensor([9, -2, 50], dtype=torch.int32), 3, 6, 10)
+    for rows in side.host_rows():
+        assert 0 <= rows.rows.start <= rows.rows.stop <= 10
+    part = side.device_rows(3)[0]
+    assert int(part.index.min()) >= 0 and int(part.index.max()) <= 10
+
+
+@pytest.mark.parametrize("name", ["blockwise", "aten_cpu_flash"])
+def test_each_backend_repeats_bitwise(name, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN3_BACKEND", name)
+    case = Case((40, 40), (40, 40), 4, 2, causal=True, dtype=torch.bfloat16)
+    q, k, v = (t.requires_grad_() for t in case.make())
+    runs = []
+    for _ in range(3):
+        out, lse = case.call(q, k, v, deterministic=True)
+        runs.append((out, lse, *torch.autograd.grad(out.float().sum(), (q, k, v))))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0]))
+
+
+def test_gradients_by_finite_differences():
+    case = Case((5,), (7,), 4, 2, 8, 16, dtype=torch.float64, causal=True, softcap=2.0)
+    inputs = [t.requires_grad_() for t in case.make()]
+    assert torch.autograd.gradcheck(lambda q, k, v: case.call(q, k, v)[0], inputs)
