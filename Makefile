@@ -30,7 +30,7 @@ build-time:  ## time and memory of a full build; writes benchmarks/results/build
 readme:  ## put the figures of benchmarks/results into README.md
 	@$(PYTHON) benchmarks/readme_table.py
 
-compile-check:  ## compile one kernel unit and check its machine code (CHECK_HEAD_DIMS, CHECK_DTYPES)
+compile-check:  ## compile one unit (CHECK_HEAD_DIMS, CHECK_DTYPES), check its machine code
 	@FLASH_ATTN3_HEAD_DIMS=$(CHECK_HEAD_DIMS) FLASH_ATTN3_DTYPES=$(CHECK_DTYPES) \
 	  FLASH_ATTN3_SASS_LIBRARY=build/check/kernels.so $(READY) compile-check -- \
 	  python -m pytest tests/test_sass.py $(ARGS)

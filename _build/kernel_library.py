@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -109,9 +110,7 @@ def _escape(path) -> str:
 
 def _shell(path) -> str:
     """A path inside a command of build.ninja."""
-    text = str(path)
-    quoted = text if re.fullmatch(r"[\w@%+=:,./-]+", text) else "'" + text.replace("'", "'\\''") + "'"
-    return quoted.replace("$", "$$")
+    return shlex.quote(str(path)).replace("$", "$$")
 
 
 def ninja_text(build: KernelBuild, cutlass_include: Path) -> str:

@@ -112,7 +112,8 @@ def test_one_head_dim_and_dtype():
 
 
 def test_pairs_of_head_dims_are_chosen_on_their_own():
-    chosen = units.select_units({"FLASH_ATTN3_HEAD_DIMS": "192_128, 64", "FLASH_ATTN3_DTYPES": "FP16"})
+    environ = {"FLASH_ATTN3_HEAD_DIMS": "192_128, 64", "FLASH_ATTN3_DTYPES": "FP16"}
+    chosen = units.select_units(environ)
     assert sorted(names(chosen)) == ["fwd_fp16_d192_128", "fwd_fp16_d64"]
 
 

@@ -131,8 +131,8 @@ def test_no_main_kernel_has_a_stack(resources):
 
 
 def test_registers_fit_the_block(resources):
-    # setmaxnreg hands registers round; at launch 384 threads have at most 168 each.
-    over = {n: resources[n]["REG"] for n in main_kernels(resources) if resources[n]["REG"] > 255}
+    # At launch 384 threads can have at most 168 each; setmaxnreg hands them round later.
+    over = {n: resources[n]["REG"] for n in main_kernels(resources) if resources[n]["REG"] > 168}
     assert not over
 
 
