@@ -67,7 +67,7 @@ def boolean(name: str, value, optional: bool = False) -> None:
 def real(name: str, value) -> None:
     if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected a float")
-    if not isinstance(value, (torch.SymFloat, torch.SymInt)) and not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # math.isfinite can't be traced with a symbolic float
         raise ValueError(f"{name} is {value}; expected a finite number")
 
 

@@ -18,7 +18,8 @@ def ints(*values, dtype=torch.int32):
 
 Q, K = x(2, 4, 4, 16), x(2, 6, 2, 16)
 DENSE = [
-    (dict(q=3), TypeError, "^q "), (dict(k=None), TypeError, "^k "), (dict(q=x(4, 4, 16)), ValueError, "^q "),
+    (dict(q=3), TypeError, "^q "), (dict(k=None), TypeError, "^k "),
+    (dict(q=x(4, 4, 16)), ValueError, "^q "),
     (dict(k=x(3, 6, 2, 16)), ValueError, "^v |^k "), (dict(k=x(2, 6, 2, 24)), ValueError, "^k "),
     (dict(v=x(2, 5, 2, 16)), ValueError, "^v "), (dict(v=x(2, 6, 2, 12)), ValueError, "^v .*12"),
     (dict(k=x(2, 6, 3, 16), v=x(2, 6, 3, 16)), ValueError, "^k .*3"),
@@ -33,7 +34,8 @@ DENSE = [
     (dict(attention_chunk=-1), ValueError, "attention_chunk"),
     (dict(softcap=-1.0), ValueError, "softcap"), (dict(num_splits=-1), ValueError, "num_splits"),
     (dict(pack_gqa="x"), TypeError, "pack_gqa"), (dict(sm_margin=-3), ValueError, "sm_margin"),
-    (dict(qv=x(2, 4, 4, 16)), ValueError, "^qv "), (dict(q_descale=x(2, 2)), TypeError, "q_descale"),
+    (dict(qv=x(2, 4, 4, 16)), ValueError, "^qv "),
+    (dict(q_descale=x(2, 2)), TypeError, "q_descale"),
     (dict(k_descale=x(2, 4, dtype=torch.float32)), ValueError, "k_descale"),
     (dict(k=K.to("meta"), v=K), ValueError, "^k .*meta"),
 ]
