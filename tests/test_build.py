@@ -427,6 +427,13 @@ def test_an_interpreter_that_has_everything_is_used_as_it_is(monkeypatch):
     assert environment.ready_python(["pytest>=7"]) == sys.executable
 
 
+def test_an_interpreter_may_lack_what_is_optional(monkeypatch):
+    monkeypatch.setattr(environment, "_make_venv", lambda folder: pytest.fail("made a venv"))
+    wanted = ["pytest>=7", "no-such-package-at-all"]
+    optional = frozenset({"no-such-package-at-all"})
+    assert environment.ready_python(wanted, optional) == sys.executable
+
+
 def test_a_probe_names_what_is_missing():
     wanted = ["pytest>=7", "no-such-package-at-all>=1"]
     assert environment.probe(sys.executable, wanted)["missing"] == ["no-such-package-at-all>=1"]
