@@ -192,6 +192,9 @@ int report(const Status& status, char* message, size_t message_size) {
 
 bool wants_dynamic_order(const FwdParams& in) {
   if (is_ragged_q(in)) return false;
+#ifdef EXP_STATIC
+  return false;
+#endif
   const double flops = 4.0 * in.batch * in.heads * double(in.max_seqlen_q) * in.max_seqlen_k *
                        in.head_dim * 0.5;
   return in.window_right >= 0 && flops >= kDynamicOrderMinimumFlops;
@@ -220,35 +223,30 @@ void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
   out->mask = {bounded_window(in.window_left), bounded_window(in.window_right),
                in.attention_chunk > 0 ? in.attention_chunk : 0};
 
+  // The kernel wants a positive scale, whose exponents it can compare with a row's reference.
   constexpr float kLog2E = 1.4426950408889634f;
   float scale = in.softmax_scale;
-  out->transform = 0;
-  out->cap_input = 0.0f;
+  out->transform = ScoreTransform::kNone;
+  out->transform_factor = 1.0f;
   if (in.softcap > 0.0f) {
-    out->transform = 1;
-    out->cap_input = in.softmax_scale / in.softcap;
+    out->transform = ScoreTransform::kSoftcap;
+    out->transform_factor = in.softmax_scale / in.softcap;
     scale = in.softcap;
-  } else if (scale < 0.0f) {
-    out->transform = 2;
-    scale = -scale;
+  } else if (!(scale > 0.0f)) {
+    out->transform = ScoreTransform::kMultiply;
+    out->transform_factor = scale;
+    scale = 1.0f;
   }
-  out->scale = scale;
   out->scale_log2 = scale * kLog2E;
-  out->slack = kReferenceSlack / out->scale_log2;  // infinite for a scale of 0: all scores are equal
 
   out->order = is_ragged_q(in)           ? TileOrder::kRagged
                : wants_dynamic_order(in) ? TileOrder::kDynamic
                                          : TileOrder::kStatic;
   out->q_tiles = blocks_for(in.max_seqlen_q, tile_m);
   out->tiles = out->q_tiles * in.heads * in.batch;
-  // Heads are taken in sections whose K and V fill at most half of L2, a whole number of groups each.
-  const int64_t head_bytes =
-      2 * int64_t(in.max_seqlen_k) * (head_dim + head_dim_v) / (in.heads / in.heads_kv);
-  const int64_t fitting = larger(1, int32_t(context.l2_bytes / 2 / (head_bytes + 1)));
-  const int64_t group = out->group;
-  int64_t section = in.window_right < 0 ? group : (fitting + group - 1) / group * group;
-  if (section > int64_t(in.heads) * in.batch) section = int64_t(in.heads) * in.batch;
-  out->section_heads = int32_t(section);
+  // Causal: all heads' longest tiles come first, so that the last to be handed out are short. CTAs
+  // that share a head then walk its keys in step, and find them in L2. Otherwise head by head.
+  out->longest_first = in.window_right >= 0;
 }
 
 int fwd_grid(const FwdParams& in, const FwdContext& context, const FwdKernelParams& params) {

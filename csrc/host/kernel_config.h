@@ -8,33 +8,33 @@
 
 namespace flash_attn3 {
 
-// Consumers, KV block, stages, Q in registers, overlap, turns.
+// Consumers, KV block, stages of K and V, stages of Q, Q in registers, turns.
 template <int kHeadDim, int kHeadDimV>
 struct FwdScheduleOf;
 
 template <>
 struct FwdScheduleOf<64, 64> {
-  using Type = FwdSchedule<2, 128, 4, true, Overlap::kTwoScoreTiles, Turns::kFree>;
+  using Type = FwdSchedule<2, 128, 4, 2, true, Turns::kFree>;
 };
 template <>
 struct FwdScheduleOf<96, 96> {
-  using Type = FwdSchedule<2, 128, 3, true, Overlap::kOneScoreTile, Turns::kIssue>;
+  using Type = FwdSchedule<2, 128, 3, 2, true, Turns::kIssue>;
 };
 template <>
 struct FwdScheduleOf<128, 128> {
-  using Type = FwdSchedule<2, 128, 2, true, Overlap::kOneScoreTile, Turns::kIssue>;
+  using Type = FwdSchedule<2, 128, 2, 2, true, Turns::kIssue>;
 };
 template <>
 struct FwdScheduleOf<192, 128> {
-  using Type = FwdSchedule<2, 128, 2, false, Overlap::kOneScoreTile, Turns::kIssue>;
+  using Type = FwdSchedule<2, 128, 2, 2, false, Turns::kIssue>;
 };
 template <>
 struct FwdScheduleOf<192, 192> {
-  using Type = FwdSchedule<2, 96, 2, false, Overlap::kOneScoreTile, Turns::kIssue>;
+  using Type = FwdSchedule<2, 96, 2, 1, false, Turns::kIssue>;
 };
 template <>
 struct FwdScheduleOf<256, 256> {
-  using Type = FwdSchedule<2, 80, 2, false, Overlap::kOneScoreTile, Turns::kIssue>;
+  using Type = FwdSchedule<2, 80, 2, 1, false, Turns::kIssue>;
 };
 
 }  // namespace flash_attn3

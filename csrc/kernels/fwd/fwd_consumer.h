@@ -13,6 +13,15 @@
 
 namespace flash_attn3 {
 
+#ifdef EXP_TRACE
+__device__ unsigned exp_trace[4][64][8];
+#define TRACE(i) do { if (threadIdx.x % 128 == 0 && blockIdx.x == 5 && trace_n >= 30 && trace_n < 94) { unsigned c; asm volatile("mov.u32 %0, %clock;" : "=r"(c)::"memory"); exp_trace[warpgroup][trace_n - 30][i] = c; } } while (0)
+#define TRACE_NEXT() ++trace_n
+#else
+#define TRACE(i)
+#define TRACE_NEXT()
+#endif
+
 // One KV block of the stream, as this warpgroup sees it. Three of them are alive at a time, so the
 // flags share a register.
 struct StreamBlock {
@@ -27,6 +36,9 @@ struct StreamBlock {
   __device__ __forceinline__ bool first() const { return flags & kFirst; }
   __device__ __forceinline__ bool last() const { return flags & kLast; }
   __device__ __forceinline__ bool masked() const { return flags & kMasked; }
+  __device__ __forceinline__ bool plain() const {
+    return (flags & (kFirst | kLast | kMasked)) == 0;
+  }
 };
 
 template <class T>
@@ -38,36 +50,33 @@ struct FwdConsumer {
 
   const FwdKernelParams& params;
   typename T::SharedMemory& shared;
-  int warpgroup;
-  int thread;  // within the warpgroup
   FwdEpilogue<T> epilogue;
+  int warpgroup;  // of the consumers
 
   RingPosition<T::kTileSlots> tile_ring;  // of the tile that the newest block belongs to
   RingPosition<T::kStages> k_ring;
   RingPosition<T::kStages> v_ring;
-  uint32_t q_parity = 0;
+  RingPosition<T::kQueryStages> q_ring;
   StreamBlock newest{0, StreamBlock::kLast};
-  int newest_begin = 0;        // the newest tile ends with this block
-  BlockRange newest_plain{0, 0};  // its blocks that need no mask
   bool started = false;
+#ifdef EXP_TRACE
+  int trace_n = 0;
+#endif
 
-  __device__ __forceinline__ FwdConsumer(const FwdKernelParams& params_,
-                                         typename T::SharedMemory& shared_, int warpgroup_)
-      : params(params_),
-        shared(shared_),
-        warpgroup(warpgroup_),
-        thread(threadIdx.x % 128),
-        epilogue{params_, warpgroup_ * 64 + thread / 32 * 16 + thread % 32 / 4, thread % 4} {}
+  // Registers are scarce here: these are computed where they are needed.
+  static __device__ __forceinline__ int thread() { return threadIdx.x % 128; }
 
   __device__ __forceinline__ void release(uint64_t* barrier) {
     __syncwarp();
-    if (thread % 32 == 0) mbarrier_arrive(barrier);
+    if (thread() % 32 == 0) mbarrier_arrive(barrier);
   }
 
   __device__ __forceinline__ void set_newest(int n, uint32_t first) {
-    const bool masked = n < newest_plain.begin || n >= newest_plain.end;
+    const TileInfo& tile = shared.tiles[tile_ring.slot()];
+    const BlockRange plain = tile.plain[warpgroup];
+    const bool masked = n < plain.begin || n >= plain.end;
     newest.n = n;
-    newest.flags = uint32_t(tile_ring.slot()) | first | (n == newest_begin ? StreamBlock::kLast : 0) |
+    newest.flags = uint32_t(tile_ring.slot()) | first | (n == tile.n_begin ? StreamBlock::kLast : 0) |
                    (masked ? StreamBlock::kMasked : 0);
   }
 
@@ -85,11 +94,6 @@ struct FwdConsumer {
       mbarrier_wait(&shared.tile_full[tile_ring.slot()], tile_ring.parity());
       if (tile.batch < 0) return false;
       if (tile.n_begin < tile.n_end) {
-        const int first_row = tile.row0 + warpgroup * T::kRowsPerConsumer;
-        const int last_row = smaller(first_row + T::kRowsPerConsumer, tile.q_len) - 1;
-        newest_plain = unmasked_blocks(params.mask, first_row, last_row, tile.q_len, tile.k_len,
-                                       T::kBlockN);
-        newest_begin = tile.n_begin;
         set_newest(tile.n_end - 1, StreamBlock::kFirst);
         return true;
       }
@@ -100,24 +104,28 @@ struct FwdConsumer {
 
   // Waits for the newest tile's Q; with Q in registers, its place is free again at once.
   __device__ __forceinline__ void take_q(uint32_t (&q)[kQueryRegisters]) {
-    mbarrier_wait(&shared.q_full[warpgroup], q_parity);
-    q_parity ^= 1;
+    mbarrier_wait(&shared.q_full[q_ring.slot()][warpgroup], q_ring.parity());
     if constexpr (T::kQueryInRegisters) {
       using P = Panel<T::kHeadDim>;
-      const uint32_t base = shared_address(shared.q[warpgroup]);
-      const int row = thread / 32 * 16 + thread % 16;
+      const uint32_t base = shared_address(shared.q[q_ring.slot()][warpgroup]);
+      const int row = thread() / 32 * 16 + thread() % 16;
 #pragma unroll
       for (int k = 0; k < T::kHeadDim / 16; ++k) {
         const int panel = k / (P::kWidth / 16);
-        const int chunk = k % (P::kWidth / 16) * 2 + thread % 32 / 16;
+        const int chunk = k % (P::kWidth / 16) * 2 + thread() % 32 / 16;
         uint32_t fragment[4];
         load_matrix_x4(fragment, base + panel * T::kRowsPerConsumer * P::kBytes + row * P::kBytes +
                                      P::swizzle(row, chunk) * 16);
 #pragma unroll
         for (int i = 0; i < 4; ++i) q[4 * k + i] = fragment[i];
       }
-      release(&shared.q_empty[warpgroup]);
+      release_q();
     }
+  }
+
+  __device__ __forceinline__ void release_q() {
+    release(&shared.q_empty[q_ring.slot()][warpgroup]);
+    q_ring.advance();
   }
 
   __device__ __forceinline__ void issue_qk(uint32_t (&q)[kQueryRegisters], float (&s)[kScores]) {
@@ -127,7 +135,7 @@ struct FwdConsumer {
     if constexpr (T::kQueryInRegisters) {
       issue_qk_register<Element, T::kBlockN, T::kHeadDim>(q, k, s);
     } else {
-      issue_qk_shared<Element, T::kBlockN, T::kHeadDim>(shared_address(shared.q[warpgroup]),
+      issue_qk_shared<Element, T::kBlockN, T::kHeadDim>(shared_address(shared.q[q_ring.slot()][warpgroup]),
                                                         T::kRowsPerConsumer, k, s);
     }
     wgmma_commit();
@@ -147,7 +155,7 @@ struct FwdConsumer {
     release(&shared.k_empty[k_ring.slot()]);
     k_ring.advance();
     if constexpr (!T::kQueryInRegisters) {
-      if (last_of_tile) release(&shared.q_empty[warpgroup]);
+      if (last_of_tile) release_q();
     }
   }
 
@@ -158,23 +166,21 @@ struct FwdConsumer {
 
   // Soft cap, sign and mask: what a plain block of a plain call has none of.
   __device__ __forceinline__ void adjust_scores(const StreamBlock& block, float (&s)[kScores]) {
-    if (params.transform != 0) {
-      if (params.transform == 1) {
+    if (params.transform == ScoreTransform::kSoftcap) [[unlikely]] {
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) s[i] = tanh_by_exp2(params.cap_input * s[i]);
-      } else {
+      for (int i = 0; i < kScores; ++i) s[i] = tanh_by_exp2(params.transform_factor * s[i]);
+    } else if (params.transform == ScoreTransform::kMultiply) [[unlikely]] {
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) s[i] = -s[i];
-      }
+      for (int i = 0; i < kScores; ++i) s[i] *= params.transform_factor;
     }
-    if (block.masked()) {
+    if (block.masked()) [[unlikely]] {
       const TileInfo& tile = shared.tiles[block.slot()];
       KeyRange keys[2];
-      const int first_column = block.n * T::kBlockN + 2 * (thread % 4);
+      const int first_column = block.n * T::kBlockN + 2 * (thread() % 4);
       bool upper_end_only = true;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        keys[h] = visible_keys(params.mask, tile.row0 + epilogue.row_in_tile + 8 * h, tile.q_len,
+        keys[h] = visible_keys(params.mask, tile.row0 + epilogue.row_in_tile() + 8 * h, tile.q_len,
                                tile.k_len);
         upper_end_only &= keys[h].lo <= block.n * T::kBlockN;
         keys[h].lo -= first_column;
@@ -184,14 +190,12 @@ struct FwdConsumer {
     }
   }
 
-  __device__ __forceinline__ void take_turn(Turns kind) {
-    if (T::kTurns == kind) named_barrier_sync(kTurn + warpgroup, 256);
+  __device__ __forceinline__ void take_turn() {
+    if (T::kTurns != Turns::kFree) named_barrier_sync(kTurn + warpgroup, 256);
   }
 
-  __device__ __forceinline__ void pass_turn(Turns kind) {
-    if (T::kTurns == kind) {
-      named_barrier_arrive(kTurn + (warpgroup + 1) % T::kConsumers, 256);
-    }
+  __device__ __forceinline__ void pass_turn() {
+    named_barrier_arrive(kTurn + (warpgroup + 1) % T::kConsumers, 256);
   }
 
   // The last block of a tile has been exponentiated: its LSE is known before its O is.
@@ -213,119 +217,129 @@ struct FwdConsumer {
     for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
   }
 
-  // What one block leaves to the next step: O lags behind the softmax by a block.
+  // What one block leaves to the next.
   struct Stream {
     uint32_t q[kQueryRegisters];
-    float s[kScores];
-    float o[kOutputs];
+    uint32_t p[kScores / 2];  // probabilities of `current`
+    float o[kOutputs];        // all blocks of its tile before it
     SoftmaxRows rows;
-    // Due once P V of the block before `current` is done: multiply O by `factor` when the softmax of
-    // `current` moved a reference, or, when `current` is the first of its tile, store O times it.
-    float factor[2];
-    bool due;
     StreamBlock current;
-    StreamBlock previous;
-    bool has_previous;
   };
 
-  __device__ __forceinline__ void softmax(Stream& t, uint32_t (&p)[kScores / 2]) {
-    float rescale[2];
-    adjust_scores(newest, t.s);
-    const bool moved = t.rows.template exponentiate<Element>(t.s, p, params.scale_log2,
-                                                             params.slack, rescale);
-    if (!newest.first()) {
-      t.due = moved;
-      t.factor[0] = rescale[0];
-      t.factor[1] = rescale[1];
-    }
-  }
-
-  // O of all blocks before `current` is complete.
-  __device__ __forceinline__ void settle(Stream& t) {
-    if (t.has_previous) release_v();
-    if (t.current.first()) {
-      if (t.has_previous) finish_tile(t.previous, t.factor, t.o);
-    } else if (t.due) {
-      scale_rows(t.o, t.factor);
-    }
-  }
-
-  // Before: p holds the probabilities of block e = `current`, P V of e - 1 may be in flight (reading
-  // p_next), S is free. After: the same, one block further. `newest` is e + 1.
-  //
-  // O is touched before Q K^T is issued: the assembler gives up the overlap of all products when
-  // ordinary instructions read an accumulator between the issue of one and the wait for another.
-  __device__ __forceinline__ void step(Stream& t, uint32_t (&p)[kScores / 2],
-                                       uint32_t (&p_next)[kScores / 2]) {
+  __device__ __forceinline__ void wait_for_newest(Stream& t) {
     if (newest.first()) take_q(t.q);
     mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
+  }
+
+  // Q K^T of `newest` and P V of `current` are issued together; the softmax of `newest` runs under
+  // P V and under the other warpgroups' products. A plain block is neither first nor last of its tile
+  // and needs no adjustment of its scores.
+  template <bool kPlain>
+  __device__ __forceinline__ void step(Stream& t) {
+    float s[kScores];
+    if constexpr (kPlain) {
+      mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
+    } else {
+      wait_for_newest(t);
+    }
+    TRACE(0);
+    take_turn();
+    TRACE(1);
+    issue_qk(t.q, s);
+    TRACE(2);
+    if (T::kTurns == Turns::kIssueScores) pass_turn();
+    mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
+    issue_pv_block(t.p, t.o, !t.current.first());
+    TRACE(3);
+    if (T::kTurns == Turns::kIssue) pass_turn();
+    wgmma_wait<1>();
+    pin_registers(s);
+    TRACE(4);
+    release_k(!kPlain && newest.last());
+
+    float factor[2];  // what O is to be multiplied by
+    const bool new_tile = !kPlain && newest.first();
+    if constexpr (!kPlain) {
+      if (new_tile) {
+        finish_rows(t.current, t.rows, factor);
+        t.rows.reset();
+      }
+      adjust_scores(newest, s);
+    }
+    float rescale[2];
+    const bool moved = t.rows.move_references(s, params.scale_log2, rescale);
+    // The first half needs no place that P V is still reading.
+    constexpr int kHalf = kScores / 16 * 8;
+    t.rows.template exponentiate<0, kHalf>(s, params.scale_log2);
+    TRACE(5);
+    // Long complete: a second look at the barrier is a branch, which the assembler does not move the
+    // wait for P V across, so that P V stays under the exponentials.
+    mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
     wgmma_wait<0>();
     pin_registers(t.o);
-    pin_registers(p_next);
-    settle(t);
-    take_turn(Turns::kIssue);
-    issue_qk(t.q, t.s);
-    mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
-    issue_pv_block(p, t.o, !t.current.first());
-    pass_turn(Turns::kIssue);
-    wgmma_wait<1>();
-    pin_registers(t.s);
-    release_k(newest.last());
-
-    t.previous = t.current;
-    t.has_previous = true;
-    if (newest.first()) {
-      finish_rows(t.current, t.rows, t.factor);
-      t.rows.reset();
+    pin_registers(t.p);
+    release_v();
+    if (new_tile) {
+      finish_tile(t.current, factor, t.o);
+    } else if (moved) [[unlikely]] {
+      scale_rows(t.o, rescale);
     }
+    t.rows.template exponentiate<kHalf, kScores>(s, params.scale_log2);
+    pack_probabilities<Element, 0, kScores>(s, t.p);
     t.current = newest;
-    softmax(t, p_next);
+    TRACE(6);
+    TRACE_NEXT();
+  }
+
+  __device__ __forceinline__ void first_block(Stream& t) {
+    float s[kScores];
+    float rescale[2];
+    wait_for_newest(t);
+    issue_qk(t.q, s);
+    wgmma_wait<0>();
+    pin_registers(s);
+    release_k(newest.last());
+    t.rows.reset();
+    adjust_scores(newest, s);
+    t.rows.move_references(s, params.scale_log2, rescale);
+    t.rows.template exponentiate<0, kScores>(s, params.scale_log2);
+    pack_probabilities<Element, 0, kScores>(s, t.p);
+    t.current = newest;
+  }
+
+  // P V of the last block of all.
+  __device__ __forceinline__ void last_block(Stream& t) {
+    float factor[2];
+    mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
+    issue_pv_block(t.p, t.o, !t.current.first());
+    finish_rows(t.current, t.rows, factor);
+    wgmma_wait<0>();
+    pin_registers(t.o);
+    release_v();
+    finish_tile(t.current, factor, t.o);
   }
 
   __device__ __forceinline__ void run() {
     if (T::kTurns != Turns::kFree && warpgroup == T::kConsumers - 1) {
       named_barrier_arrive(kTurn, 256);  // the first turn is warpgroup 0's
     }
-    Stream t;
-    uint32_t p0[kScores / 2];
-    uint32_t p1[kScores / 2];
-
     if (!advance()) return;
-    t.rows.reset();
-    t.current = newest;
-    t.has_previous = false;
-    take_q(t.q);
-    mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
-    issue_qk(t.q, t.s);
-    wgmma_wait<0>();
-    pin_registers(t.s);
-    release_k(newest.last());
-    softmax(t, p0);
-
-    // Two steps a round, so that P alternates between registers without moves.
+    Stream t;
+    first_block(t);
     bool more = advance();
     while (more) {
-      step(t, p0, p1);
-      more = advance();
-      if (!more) {
-#pragma unroll
-        for (int i = 0; i < kScores / 2; ++i) p0[i] = p1[i];
-        break;
+      if (newest.plain() && params.transform == ScoreTransform::kNone) {
+        // A short loop of its own for the blocks that are most of the work.
+        const TileInfo& tile = shared.tiles[tile_ring.slot()];
+        const int end = larger(tile.n_begin + 1, tile.plain[warpgroup].begin);
+        for (; newest.n >= end; --newest.n) step<true>(t);
+        set_newest(newest.n, 0);
+      } else {
+        step<false>(t);
+        more = advance();
       }
-      step(t, p1, p0);
-      more = advance();
     }
-
-    wgmma_wait<0>();
-    pin_registers(t.o);
-    settle(t);
-    mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
-    issue_pv_block(p0, t.o, !t.current.first());
-    finish_rows(t.current, t.rows, t.factor);
-    wgmma_wait<0>();
-    pin_registers(t.o);
-    release_v();
-    finish_tile(t.current, t.factor, t.o);
+    last_block(t);
   }
 };
 

@@ -33,11 +33,17 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&r)[4], int t) {
   }
 }
 
+constexpr float kLn2 = 0.6931471805599453f;
+
 template <class T>
 struct FwdEpilogue {
   const FwdKernelParams& params;
-  int row_in_tile;  // of this thread's first row; the second lies 8 further
-  int quad;         // lane % 4
+
+  // This thread's first row in its tile; the second lies 8 further. Not kept in a register.
+  static __device__ __forceinline__ int row_in_tile() {
+    return (threadIdx.x - 128) / 32 * 16 + threadIdx.x % 32 / 4;
+  }
+  static __device__ __forceinline__ int quad() { return threadIdx.x % 4; }
 
   __device__ __forceinline__ typename T::Element* out_row(const TileInfo& tile, int row) const {
     const int64_t batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
@@ -58,13 +64,13 @@ struct FwdEpilogue {
                                             float (&inverse)[2]) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = tile.row0 + row_in_tile + 8 * h;
+      const int row = tile.row0 + row_in_tile() + 8 * h;
       const float sum = rows.sum[h];
       const bool seen = row < tile.q_len && sum != 0.0f;  // NaN counts as seen, and stays
       inverse[h] = seen ? 1.0f / sum : 0.0f;
-      if (row < tile.q_rows && quad == 0) {
+      if (row < tile.q_rows && quad() == 0) {
         *lse_row(tile, row) =
-            seen ? rows.reference[h] * params.scale + __logf(sum) : kMinusInfinity;
+            seen ? (rows.reference[h] + __log2f(sum)) * kLn2 : kMinusInfinity;
       }
     }
   }
@@ -73,7 +79,7 @@ struct FwdEpilogue {
                                             const float (&o)[T::kHeadDimV / 2]) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = tile.row0 + row_in_tile + 8 * h;
+      const int row = tile.row0 + row_in_tile() + 8 * h;
       const bool exists = row < tile.q_rows;
       typename T::Element* out = out_row(tile, row);
 #pragma unroll
@@ -87,8 +93,8 @@ struct FwdEpilogue {
                                     : pack_two<typename T::Element>(pair[0] * inverse[h],
                                                                     pair[1] * inverse[h]);
         }
-        transpose_quad(r, quad);
-        const int column = (i + quad) * 8;
+        transpose_quad(r, quad());
+        const int column = (i + quad()) * 8;
         if (exists && column < params.head_dim_v) {
           *reinterpret_cast<uint4*>(out + column) = make_uint4(r[0], r[1], r[2], r[3]);
         }
@@ -100,13 +106,13 @@ struct FwdEpilogue {
   __device__ __forceinline__ void store_nothing(const TileInfo& tile) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = tile.row0 + row_in_tile + 8 * h;
+      const int row = tile.row0 + row_in_tile() + 8 * h;
       if (row >= tile.q_rows) continue;
       typename T::Element* out = out_row(tile, row);
-      for (int column = 8 * quad; column < params.head_dim_v; column += 32) {
+      for (int column = 8 * quad(); column < params.head_dim_v; column += 32) {
         *reinterpret_cast<uint4*>(out + column) = make_uint4(0, 0, 0, 0);
       }
-      if (quad == 0) *lse_row(tile, row) = kMinusInfinity;
+      if (quad() == 0) *lse_row(tile, row) = kMinusInfinity;
     }
   }
 };

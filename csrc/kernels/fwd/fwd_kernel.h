@@ -19,9 +19,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * T::kConsumers;
-    for (int w = 0; w < T::kConsumers; ++w) {
-      mbarrier_init(&shared.q_full[w], 1);
-      mbarrier_init(&shared.q_empty[w], 4);
+    for (int stage = 0; stage < T::kQueryStages; ++stage) {
+      for (int w = 0; w < T::kConsumers; ++w) {
+        mbarrier_init(&shared.q_full[stage][w], 1);
+        mbarrier_init(&shared.q_empty[stage][w], 4);
+      }
     }
     for (int stage = 0; stage < T::kStages; ++stage) {
       mbarrier_init(&shared.k_full[stage], 1);
@@ -50,7 +52,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
   } else {
     registers_take<T::kConsumerRegisters>();
-    FwdConsumer<T>(params, shared, warp / 4 - 1).run();
+    FwdConsumer<T>{params, shared, {params}, warp / 4 - 1}.run();
   }
 }
 

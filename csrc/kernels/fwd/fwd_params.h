@@ -16,6 +16,13 @@ enum class TileOrder : int32_t {
   kRagged = 2,   // the workspace holds a prefix sum of the sequences' tiles, and the counter
 };
 
+// What happens to scores before the mask.
+enum class ScoreTransform : int32_t {
+  kNone = 0,
+  kSoftcap = 1,   // tanh(transform_factor * s); the scale is the cap
+  kMultiply = 2,  // transform_factor * s: a softmax_scale of 0, or a negative one
+};
+
 // Workspace of a ragged call, in 32-bit words.
 struct RaggedPlan {
   static constexpr int kCounter = 0;
@@ -52,16 +59,14 @@ struct FwdKernelParams {
   int32_t head_dim_v;
 
   Mask mask;
-  float scale_log2;   // >= 0: scores after `transform` to exponents of two
-  float scale;        // the same, natural
-  float slack;        // kReferenceSlack in units of scores
-  float cap_input;    // soft cap: scores become tanh(cap_input * s), and scale is the cap
-  int32_t transform;  // 0: none; 1: soft cap; 2: negate (a negative softmax_scale)
+  float scale_log2;  // > 0: scores after `transform` to exponents of two
+  ScoreTransform transform;
+  float transform_factor;
 
   TileOrder order;
   int32_t q_tiles;        // of a dense sequence
   int32_t tiles;          // of a dense call
-  int32_t section_heads;  // (batch, head) pairs whose tiles are interleaved, so that their K and V fit L2
+  bool longest_first;  // dense: the last tiles of all heads, then those before them
 };
 
 }  // namespace flash_attn3

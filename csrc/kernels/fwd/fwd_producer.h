@@ -17,7 +17,7 @@ struct FwdProducer {
   RingPosition<T::kTileSlots> tile_ring;
   RingPosition<T::kStages> k_ring;
   RingPosition<T::kStages> v_ring;
-  uint32_t q_parity = 0;
+  RingPosition<T::kQueryStages> q_ring;
   uint32_t tail_parity = 0;
 
   static constexpr uint64_t kReadOnce = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
@@ -40,17 +40,17 @@ struct FwdProducer {
 #pragma unroll 1
     for (int w = 0; w < T::kConsumers; ++w) {
       // Waits until consumer w has read its part of the tile before.
-      mbarrier_wait(&shared.q_empty[w], q_parity ^ 1);
+      mbarrier_wait(&shared.q_empty[q_ring.slot()][w], q_ring.parity() ^ 1);
       if (lane == 0) {
-        mbarrier_arrive_expect_bytes(&shared.q_full[w], T::kQueryBytes);
-        copy_panels<T::kHeadDim>(params.q, &shared.q_full[w], kReadOnce, shared.q[w],
+        mbarrier_arrive_expect_bytes(&shared.q_full[q_ring.slot()][w], T::kQueryBytes);
+        copy_panels<T::kHeadDim>(params.q, &shared.q_full[q_ring.slot()][w], kReadOnce, shared.q[q_ring.slot()][w],
                                  T::kRowsPerConsumer,
                                  tile.q_base + tile.row0 + w * T::kRowsPerConsumer, tile.head,
                                  tensor_batch);
       }
       __syncwarp();
     }
-    q_parity ^= 1;
+    q_ring.advance();
   }
 
   __device__ __forceinline__ void load_k(const TileInfo& tile, int n, int head, int tensor_batch) {

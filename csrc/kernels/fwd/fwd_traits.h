@@ -3,33 +3,30 @@
 
 #include <cstdint>
 
+#include "kernels/attn/key_range.h"
 #include "kernels/common/wgmma.h"
 
 namespace flash_attn3 {
-
-// How a consumer warpgroup overlaps its softmax with matrix work (docs/forward.md has the drawings).
-enum class Overlap {
-  kOneScoreTile,   // Q K^T of block j+1 and P V of block j are issued together; softmax under P V
-  kTwoScoreTiles,  // Q K^T of block j+2 and P V of block j run under the softmax of block j+1
-};
 
 // How warpgroups take turns.
 enum class Turns {
   kFree,         // no order
   kIssue,        // ping-pong: products are issued in turn, so one's softmax meets the other's products
-  kExponential,  // exponentials are computed in turn
+  kIssueScores,  // the same, but only Q K^T is in turn: P V of one meets Q K^T of the next
 };
 
-template <int kConsumers_, int kBlockN_, int kStages_, bool kQueryInRegisters_, Overlap kOverlap_,
+template <int kConsumers_, int kBlockN_, int kStages_, int kQueryStages_, bool kQueryInRegisters_,
           Turns kTurns_>
 struct FwdSchedule {
+  static constexpr int kQueryStages = kQueryStages_;
   static constexpr int kConsumers = kConsumers_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kStages = kStages_;
   static constexpr bool kQueryInRegisters = kQueryInRegisters_;
-  static constexpr Overlap kOverlap = kOverlap_;
   static constexpr Turns kTurns = kTurns_;
 };
+
+constexpr int kMaxConsumers = 3;
 
 // One unit of work, written by the scheduler warp, read by the producer and all consumers.
 struct TileInfo {
@@ -43,7 +40,7 @@ struct TileInfo {
   int32_t k_base;
   int32_t n_begin;  // KV blocks n_begin <= n < n_end, visited from the last
   int32_t n_end;
-  int32_t padding[2];
+  BlockRange plain[kMaxConsumers];  // of each consumer's rows: blocks that need no mask
 };
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, class Schedule>
@@ -51,6 +48,7 @@ struct FwdTraits : Schedule {
   using Element = Element_;
   using Schedule::kBlockN;
   using Schedule::kConsumers;
+  using Schedule::kQueryStages;
   using Schedule::kStages;
 
   static constexpr int kHeadDim = kHeadDim_;
@@ -58,7 +56,7 @@ struct FwdTraits : Schedule {
   static constexpr int kRowsPerConsumer = 64;
   static constexpr int kBlockM = kConsumers * kRowsPerConsumer;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kTileSlots = 4;
+  static constexpr int kTileSlots = 3;  // a tile of one block lies between one not yet stored and the newest
 
   // 65,536 registers: what the producer warpgroup gives back, the consumers take.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
@@ -70,13 +68,13 @@ struct FwdTraits : Schedule {
   static constexpr int kValueBytes = kBlockN * kHeadDimV * 2;
 
   struct SharedMemory {
-    alignas(1024) uint8_t q[kConsumers][kQueryBytes];
+    alignas(1024) uint8_t q[kQueryStages][kConsumers][kQueryBytes];
     alignas(1024) uint8_t k[kStages][kKeyBytes];
     alignas(1024) uint8_t v[kStages][kValueBytes];
 
     // full: the copy engine has written; empty: every consumer warp has finished reading.
-    alignas(8) uint64_t q_full[kConsumers];
-    uint64_t q_empty[kConsumers];
+    alignas(8) uint64_t q_full[kQueryStages][kConsumers];
+    uint64_t q_empty[kQueryStages][kConsumers];
     uint64_t k_full[kStages];
     uint64_t k_empty[kStages];
     uint64_t v_full[kStages];
