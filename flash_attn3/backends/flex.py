@@ -78,7 +78,7 @@ def score_mod(call: Call):
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(mask_key, softcap: float, call: Call):
+def _plan(call: Call):
     """Compiled function and block mask of one geometry; kept, since both cost seconds."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -91,11 +91,12 @@ def _plan(mask_key, softcap: float, call: Call):
 
 
 def flex_forward(call: Call, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
-    key = (call.window_left, call.window_right, call.chunk)
-    run, block_mask, cap = _plan(key, call.softcap, call)
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    run, block_mask, cap = _plan(call)
     with torch.no_grad():
-        out, lse = run(
+        out, aux = run(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod=cap,
             block_mask=block_mask, scale=call.scale, enable_gqa=call.heads != call.heads_kv,
-            return_lse=True)
-    return out.transpose(1, 2).contiguous(), lse.float().contiguous()
+            return_aux=AuxRequest(lse=True))
+    return out.transpose(1, 2).contiguous(), aux.lse.float().contiguous()

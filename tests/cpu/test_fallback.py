@@ -8,7 +8,7 @@ from support.cases import MASKS, Case
 from support.compare import check_case, check_close
 
 import reference
-from flash_attn3.backends import blockwise, blockwise_backward, blockwise_forward, sequences
+from flash_attn3.backends import blockwise, blockwise_backward, blockwise_forward, flex, sequences
 from flash_attn3.backends.call import make_call
 
 pytestmark = pytest.mark.cpu
@@ -117,3 +117,19 @@ def test_gradients_by_finite_differences():
     case = Case((5,), (7,), 4, 2, 8, 16, dtype=torch.float64, causal=True, softcap=2.0)
     inputs = [t.requires_grad_() for t in case.make()]
     assert torch.autograd.gradcheck(lambda q, k, v: case.call(q, k, v)[0], inputs)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_flex_masks(mask, monkeypatch):
+    """The masks and the soft cap given to FlexAttention, which compiles on a GPU and is eager here."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    case = Case((37,), (50,), 4, 2, 16, **mask)
+    q, k, v = case.make()
+    call = make_call(q, k, v, *(None,) * 4, 37, 50, 0.25, case.causal, *case.window, case.chunk,
+                     case.softcap, False)
+    got = flex.flex_forward(call, q, k, v, *(None,) * 4)
+    want = reference.attention(q, k, v, **{**case.reference_options(), "scale": 0.25})
+    flex._plan.cache_clear()
+    for name, g, w in zip(("out", "lse"), got, want):
+        check_close(name, g, w, w, 2)
