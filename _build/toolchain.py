@@ -207,7 +207,7 @@ def find_cuda_headers(environ=os.environ) -> Path:
     roots += _wheel_roots()
     for root in roots:
         if cuda_root_with_headers(root):
-            return root
+            return root.resolve()  # as find_toolkit gives it: one build's objects serve the other
     toolkit = find_toolkit(environ)
     if toolkit is not None:
         return toolkit.root

@@ -229,7 +229,8 @@ def test_a_wrapper_script_leads_to_the_toolkit_behind_it(tmp_path, bare_machine)
 def test_the_binding_alone_needs_headers_and_no_compiler(tmp_path):
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "cuda_runtime_api.h").touch()
-    assert toolchain.find_cuda_headers({"CUDA_HOME": str(tmp_path), "PATH": ""}) == tmp_path
+    found = toolchain.find_cuda_headers({"CUDA_HOME": str(tmp_path), "PATH": ""})
+    assert found == tmp_path.resolve()
 
 
 def test_missing_cutlass(tmp_path, bare_machine):
