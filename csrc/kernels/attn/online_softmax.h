@@ -17,6 +17,10 @@ constexpr float kMinusInfinity = -__builtin_huge_valf();
 // 2^8, which fp16 and bf16 hold with the same relative precision, and O is seldom rescaled.
 constexpr float kReferenceSlack = 8.0f;
 
+// Probabilities relative to an old reference stand while no thread's sum over a block reaches this:
+// far from the overflow of fp16 and of the products, and NaN fails the comparison too.
+constexpr float kLargestBlockSum = 16384.0f;
+
 // The reference of a row that has seen no key. Finite, so that a masked score (-inf) minus it is no
 // NaN; below every score, so that the first key moves it.
 constexpr float kNoReference = -3.4028234e38f;
@@ -62,17 +66,24 @@ struct SoftmaxRows {
     return moved;
   }
 
-  // Scores kBegin .. kEnd of a thread to probabilities, in place.
+  // Scores kBegin .. kEnd of a thread to probabilities, in place; their sums are added to `part`.
   template <int kBegin, int kEnd, int kSize>
-  __device__ __forceinline__ void exponentiate(float (&s)[kSize], float scale_log2) {
-    float part[2][2] = {{sum[0], 0.0f}, {sum[1], 0.0f}};
+  __device__ __forceinline__ void exponentiate(float (&s)[kSize], float scale_log2,
+                                               float (&part)[2]) const {
+    float other[2] = {0.0f, 0.0f};  // two chains a row: an addition waits four cycles for the last
 #pragma unroll
     for (int i = kBegin; i < kEnd; ++i) {
-      s[i] = exp2_approx(fmaf(s[i], scale_log2, -reference[i / 2 % 2]));
-      part[i / 2 % 2][i % 2] += s[i];
+      const int h = i / 2 % 2;
+      s[i] = exp2_approx(fmaf(s[i], scale_log2, -reference[h]));
+      (i % 2 == 0 ? part[h] : other[h]) += s[i];
     }
-    sum[0] = part[0][0] + part[0][1];
-    sum[1] = part[1][0] + part[1][1];
+    part[0] += other[0];
+    part[1] += other[1];
+  }
+
+  __device__ __forceinline__ void add(const float (&part)[2]) {
+    sum[0] += part[0];
+    sum[1] += part[1];
   }
 
   // Adds up the sums of the four threads that share a row.

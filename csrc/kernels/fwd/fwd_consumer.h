@@ -13,15 +13,6 @@
 
 namespace flash_attn3 {
 
-#ifdef EXP_TRACE
-__device__ unsigned exp_trace[4][64][8];
-#define TRACE(i) do { if (threadIdx.x % 128 == 0 && blockIdx.x == 5 && trace_n >= 30 && trace_n < 94) { unsigned c; asm volatile("mov.u32 %0, %clock;" : "=r"(c)::"memory"); exp_trace[warpgroup][trace_n - 30][i] = c; } } while (0)
-#define TRACE_NEXT() ++trace_n
-#else
-#define TRACE(i)
-#define TRACE_NEXT()
-#endif
-
 // One KV block of the stream, as this warpgroup sees it. Three of them are alive at a time, so the
 // flags share a register.
 struct StreamBlock {
@@ -37,7 +28,7 @@ struct StreamBlock {
   __device__ __forceinline__ bool last() const { return flags & kLast; }
   __device__ __forceinline__ bool masked() const { return flags & kMasked; }
   __device__ __forceinline__ bool plain() const {
-    return (flags & (kFirst | kLast | kMasked)) == 0;
+    return (flags & (kFirst | kMasked)) == 0;
   }
 };
 
@@ -59,9 +50,6 @@ struct FwdConsumer {
   RingPosition<T::kQueryStages> q_ring;
   StreamBlock newest{0, StreamBlock::kLast};
   bool started = false;
-#ifdef EXP_TRACE
-  int trace_n = 0;
-#endif
 
   // Registers are scarce here: these are computed where they are needed.
   static __device__ __forceinline__ int thread() { return threadIdx.x % 128; }
@@ -106,20 +94,59 @@ struct FwdConsumer {
   __device__ __forceinline__ void take_q(uint32_t (&q)[kQueryRegisters]) {
     mbarrier_wait(&shared.q_full[q_ring.slot()][warpgroup], q_ring.parity());
     if constexpr (T::kQueryInRegisters) {
-      using P = Panel<T::kHeadDim>;
-      const uint32_t base = shared_address(shared.q[q_ring.slot()][warpgroup]);
-      const int row = thread() / 32 * 16 + thread() % 16;
 #pragma unroll
       for (int k = 0; k < T::kHeadDim / 16; ++k) {
-        const int panel = k / (P::kWidth / 16);
-        const int chunk = k % (P::kWidth / 16) * 2 + thread() % 32 / 16;
         uint32_t fragment[4];
-        load_matrix_x4(fragment, base + panel * T::kRowsPerConsumer * P::kBytes + row * P::kBytes +
-                                     P::swizzle(row, chunk) * 16);
+        load_q_fragment(k, fragment);
 #pragma unroll
         for (int i = 0; i < 4; ++i) q[4 * k + i] = fragment[i];
       }
       release_q();
+    }
+  }
+
+  // Columns 16 k .. 16 k + 15 of this warp's rows of Q, as the A operand of a product.
+  __device__ __forceinline__ void load_q_fragment(int k, uint32_t (&fragment)[4]) {
+    const int row = thread() / 32 * 16 + thread() % 16;
+    load_matrix_x4(fragment, fragment_address<T::kRowsPerConsumer>(
+                                 shared_address(shared.q[q_ring.slot()][warpgroup]), row,
+                                 2 * k + thread() % 32 / 16));
+  }
+
+  // Address of a 16-byte chunk of a row of Q or K in panels of kRows rows.
+  template <int kRows>
+  static __device__ __forceinline__ uint32_t fragment_address(uint32_t base, int row, int chunk) {
+    using P = Panel<T::kHeadDim>;
+    constexpr int kChunks = P::kBytes / 16;
+    return base + chunk / kChunks * kRows * P::kBytes + row * P::kBytes +
+           P::swizzle(row, chunk % kChunks) * 16;
+  }
+
+  // S of this warp's rows once more, by the warp alone: other warps need not take part. K of the block
+  // must not have been released.
+  __device__ __forceinline__ void recompute_scores(uint32_t (&q)[kQueryRegisters],
+                                                   float (&s)[kScores]) {
+    const uint32_t k_base = shared_address(shared.k[k_ring.slot()]);
+    const int lane = thread() % 32;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) s[i] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < T::kHeadDim / 16; ++k) {
+      uint32_t a[4];
+      if constexpr (T::kQueryInRegisters) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = q[4 * k + i];
+      } else {
+        load_q_fragment(k, a);
+      }
+#pragma unroll
+      for (int n = 0; n < T::kBlockN / 16; ++n) {
+        uint32_t b[4];
+        load_matrix_x4(b, fragment_address<T::kBlockN>(k_base, n * 16 + lane / 16 * 8 + lane % 8,
+                                                       2 * k + lane / 8 % 2));
+        mma_16x8x16<Element>(s + 8 * n, a, b[0], b[1]);
+        mma_16x8x16<Element>(s + 8 * n + 4, a, b[2], b[3]);
+      }
     }
   }
 
@@ -195,7 +222,9 @@ struct FwdConsumer {
   }
 
   __device__ __forceinline__ void pass_turn() {
-    named_barrier_arrive(kTurn + (warpgroup + 1) % T::kConsumers, 256);
+    if (T::kTurns != Turns::kFree) {
+      named_barrier_arrive(kTurn + (warpgroup + 1) % T::kConsumers, 256);
+    }
   }
 
   // The last block of a tile has been exponentiated: its LSE is known before its O is.
@@ -232,8 +261,12 @@ struct FwdConsumer {
   }
 
   // Q K^T of `newest` and P V of `current` are issued together; the softmax of `newest` runs under
-  // P V and under the other warpgroups' products. A plain block is neither first nor last of its tile
-  // and needs no adjustment of its scores.
+  // P V and under the other warpgroups' products.
+  //
+  // A plain block is not the first of its tile and needs no adjustment of its scores. Its probabilities
+  // are taken relative to the references as they are, without looking for a maximum: the matrix unit
+  // slows ordinary arithmetic down, and the maximum would be a fifth of the softmax. Only when a sum
+  // shows that a reference is too old does the warp compute its scores again and move it.
   template <bool kPlain>
   __device__ __forceinline__ void step(Stream& t) {
     float s[kScores];
@@ -242,36 +275,36 @@ struct FwdConsumer {
     } else {
       wait_for_newest(t);
     }
-    TRACE(0);
     take_turn();
-    TRACE(1);
     issue_qk(t.q, s);
-    TRACE(2);
-    if (T::kTurns == Turns::kIssueScores) pass_turn();
     mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
     issue_pv_block(t.p, t.o, !t.current.first());
-    TRACE(3);
-    if (T::kTurns == Turns::kIssue) pass_turn();
+    pass_turn();
     wgmma_wait<1>();
     pin_registers(s);
-    TRACE(4);
-    release_k(!kPlain && newest.last());
 
     float factor[2];  // what O is to be multiplied by
-    const bool new_tile = !kPlain && newest.first();
+    bool new_tile = false;
+    bool moved = false;
     if constexpr (!kPlain) {
+      release_k(newest.last());
+      new_tile = newest.first();
       if (new_tile) {
         finish_rows(t.current, t.rows, factor);
         t.rows.reset();
       }
       adjust_scores(newest, s);
+      float rescale[2];
+      moved = t.rows.move_references(s, params.scale_log2, rescale);
+      if (!new_tile) {
+        factor[0] = rescale[0];
+        factor[1] = rescale[1];
+      }
     }
-    float rescale[2];
-    const bool moved = t.rows.move_references(s, params.scale_log2, rescale);
     // The first half needs no place that P V is still reading.
     constexpr int kHalf = kScores / 16 * 8;
-    t.rows.template exponentiate<0, kHalf>(s, params.scale_log2);
-    TRACE(5);
+    float part[2] = {0.0f, 0.0f};
+    t.rows.template exponentiate<0, kHalf>(s, params.scale_log2, part);
     // Long complete: a second look at the barrier is a branch, which the assembler does not move the
     // wait for P V across, so that P V stays under the exponentials.
     mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
@@ -279,21 +312,34 @@ struct FwdConsumer {
     pin_registers(t.o);
     pin_registers(t.p);
     release_v();
-    if (new_tile) {
-      finish_tile(t.current, factor, t.o);
-    } else if (moved) [[unlikely]] {
-      scale_rows(t.o, rescale);
+    if constexpr (!kPlain) {
+      if (new_tile) {
+        finish_tile(t.current, factor, t.o);
+      } else if (moved) {
+        scale_rows(t.o, factor);
+      }
     }
-    t.rows.template exponentiate<kHalf, kScores>(s, params.scale_log2);
+    t.rows.template exponentiate<kHalf, kScores>(s, params.scale_log2, part);
     pack_probabilities<Element, 0, kScores>(s, t.p);
+    if constexpr (kPlain) {
+      const bool too_old = !(part[0] < kLargestBlockSum) || !(part[1] < kLargestBlockSum);
+      if (__any_sync(0xffffffffu, too_old)) [[unlikely]] {
+        recompute_scores(t.q, s);
+        if (t.rows.move_references(s, params.scale_log2, factor)) scale_rows(t.o, factor);
+        part[0] = part[1] = 0.0f;
+        t.rows.template exponentiate<0, kScores>(s, params.scale_log2, part);
+        pack_probabilities<Element, 0, kScores>(s, t.p);
+      }
+      release_k(false);
+    }
+    t.rows.add(part);
     t.current = newest;
-    TRACE(6);
-    TRACE_NEXT();
   }
 
   __device__ __forceinline__ void first_block(Stream& t) {
     float s[kScores];
     float rescale[2];
+    float part[2] = {0.0f, 0.0f};
     wait_for_newest(t);
     issue_qk(t.q, s);
     wgmma_wait<0>();
@@ -302,7 +348,8 @@ struct FwdConsumer {
     t.rows.reset();
     adjust_scores(newest, s);
     t.rows.move_references(s, params.scale_log2, rescale);
-    t.rows.template exponentiate<0, kScores>(s, params.scale_log2);
+    t.rows.template exponentiate<0, kScores>(s, params.scale_log2, part);
+    t.rows.add(part);
     pack_probabilities<Element, 0, kScores>(s, t.p);
     t.current = newest;
   }
@@ -331,9 +378,15 @@ struct FwdConsumer {
       if (newest.plain() && params.transform == ScoreTransform::kNone) {
         // A short loop of its own for the blocks that are most of the work.
         const TileInfo& tile = shared.tiles[tile_ring.slot()];
-        const int end = larger(tile.n_begin + 1, tile.plain[warpgroup].begin);
+        const int end = larger(tile.n_begin, tile.plain[warpgroup].begin);
         for (; newest.n >= end; --newest.n) step<true>(t);
-        set_newest(newest.n, 0);
+        if (newest.n >= tile.n_begin) {
+          set_newest(newest.n, 0);
+        } else {
+          if constexpr (!T::kQueryInRegisters) release_q();
+          newest.flags |= StreamBlock::kLast;
+          more = advance();
+        }
       } else {
         step<false>(t);
         more = advance();

@@ -76,9 +76,3 @@ Status launch_fwd(const FwdParams& in, const FwdContext& context, cudaStream_t s
 }
 
 }  // namespace flash_attn3
-
-#ifdef EXP_TRACE
-extern "C" __attribute__((visibility("default"))) int exp_read_trace(unsigned* out) {
-  return cudaMemcpyFromSymbol(out, flash_attn3::exp_trace, sizeof(flash_attn3::exp_trace));
-}
-#endif

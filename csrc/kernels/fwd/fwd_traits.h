@@ -12,7 +12,6 @@ namespace flash_attn3 {
 enum class Turns {
   kFree,         // no order
   kIssue,        // ping-pong: products are issued in turn, so one's softmax meets the other's products
-  kIssueScores,  // the same, but only Q K^T is in turn: P V of one meets Q K^T of the next
 };
 
 template <int kConsumers_, int kBlockN_, int kStages_, int kQueryStages_, bool kQueryInRegisters_,
