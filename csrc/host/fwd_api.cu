@@ -21,7 +21,7 @@ constexpr int32_t kLongestWindow = 1 << 30;  // positions and windows then add w
 
 // Dynamic order costs a memset before the launch; it pays where the call runs long enough and tiles
 // differ in length.
-constexpr double kDynamicOrderMinimumFlops = 1.0e11;
+constexpr double kDynamicOrderMinimumFlops = 5.0e10;
 
 int32_t bounded_window(int32_t window) {
   return window < 0 ? kUnlimited : window > kLongestWindow ? kLongestWindow : window;
@@ -47,6 +47,9 @@ Status check(const FwdParams& in) {
   const int64_t rows_k = in.cu_seqlens_k != nullptr ? in.total_k : in.max_seqlen_k;
   if (rows_q < 1 || rows_k < 1 || rows_q > kLongestWindow || rows_k > kLongestWindow) {
     return Status::invalid("q and k must have between 1 and 2^30 rows.");
+  }
+  if (double(rows_q) / 64 * in.heads * in.batch >= double(1 << 30)) {
+    return Status::invalid("batch * heads * rows of q must stay below 2^36.");
   }
   if (in.device < 0) return Status::invalid("device must not be negative.");
   if (flash_attn3_fwd_workspace_bytes(&in) > 0 && in.workspace == nullptr) {
@@ -192,16 +195,13 @@ int report(const Status& status, char* message, size_t message_size) {
 
 bool wants_dynamic_order(const FwdParams& in) {
   if (is_ragged_q(in)) return false;
-#ifdef EXP_STATIC
-  return false;
-#endif
   const double flops = 4.0 * in.batch * in.heads * double(in.max_seqlen_q) * in.max_seqlen_k *
                        in.head_dim * 0.5;
   return in.window_right >= 0 && flops >= kDynamicOrderMinimumFlops;
 }
 
-void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m, int head_dim,
-                     int head_dim_v, FwdKernelParams* out) {
+void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
+                     FwdKernelParams* out) {
   out->out = in.out;
   out->lse = in.lse;
   out->cu_seqlens_q = in.cu_seqlens_q;
@@ -244,9 +244,20 @@ void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
                                          : TileOrder::kStatic;
   out->q_tiles = blocks_for(in.max_seqlen_q, tile_m);
   out->tiles = out->q_tiles * in.heads * in.batch;
-  // Causal: all heads' longest tiles come first, so that the last to be handed out are short. CTAs
-  // that share a head then walk its keys in step, and find them in L2. Otherwise head by head.
-  out->longest_first = in.window_right >= 0;
+  // Causal: the longest tiles come first, so that the last to be handed out are short. All heads at
+  // once would read every K and V from memory again for each tile, so heads are taken in sections
+  // that fit half of L2, as long as a section is work for a few rounds of all SMs.
+  const int64_t pairs = int64_t(in.batch) * in.heads;
+  out->section_pairs = 1;
+  if (in.window_right >= 0) {
+    constexpr int64_t kLeastRounds = 3;
+    const int64_t pair_bytes =
+        2 * int64_t(in.max_seqlen_k) * (in.head_dim + in.head_dim_v) / out->group;
+    const int64_t by_cache = (pairs * pair_bytes + context.l2_bytes / 2 - 1) / (context.l2_bytes / 2);
+    const int64_t by_rounds = out->tiles / (kLeastRounds * context.sms);
+    const int64_t sections = by_cache < by_rounds ? by_cache : by_rounds;
+    out->section_pairs = int32_t(sections <= 1 ? pairs : (pairs + sections - 1) / sections);
+  }
 }
 
 int fwd_grid(const FwdParams& in, const FwdContext& context, const FwdKernelParams& params) {

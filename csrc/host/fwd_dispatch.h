@@ -22,8 +22,8 @@ Status cuda_status(const char* doing, cudaError_t error);
 bool wants_dynamic_order(const FwdParams& in);
 
 // Everything but the tensor maps.
-void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m, int head_dim,
-                     int head_dim_v, FwdKernelParams* out);
+void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
+                     FwdKernelParams* out);
 
 int fwd_grid(const FwdParams& in, const FwdContext& context, const FwdKernelParams& params);
 

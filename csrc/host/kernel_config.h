@@ -14,7 +14,7 @@ struct FwdScheduleOf;
 
 template <>
 struct FwdScheduleOf<64, 64> {
-  using Type = FwdSchedule<2, 128, 4, 2, true, Turns::kFree>;
+  using Type = FwdSchedule<2, 128, 4, 2, true, Turns::kIssue>;
 };
 template <>
 struct FwdScheduleOf<96, 96> {
@@ -26,7 +26,7 @@ struct FwdScheduleOf<128, 128> {
 };
 template <>
 struct FwdScheduleOf<192, 128> {
-  using Type = FwdSchedule<2, 128, 2, 2, false, Turns::kIssue>;
+  using Type = FwdSchedule<2, 128, 2, 1, false, Turns::kIssue>;
 };
 template <>
 struct FwdScheduleOf<192, 192> {

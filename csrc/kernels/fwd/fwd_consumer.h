@@ -39,6 +39,10 @@ struct FwdConsumer {
   static constexpr int kOutputs = T::kHeadDimV / 2;
   static constexpr int kQueryRegisters = T::kQueryInRegisters ? T::kHeadDim / 4 : 1;
 
+  // Where one place holds Q of this tile and of the next, the last block is left to the general step,
+  // which frees it before the softmax.
+  static constexpr bool kLeaveLast = T::kQueryStages == 1 && !T::kQueryInRegisters;
+
   const FwdKernelParams& params;
   typename T::SharedMemory& shared;
   FwdEpilogue<T> epilogue;
@@ -305,8 +309,10 @@ struct FwdConsumer {
     constexpr int kHalf = kScores / 16 * 8;
     float part[2] = {0.0f, 0.0f};
     t.rows.template exponentiate<0, kHalf>(s, params.scale_log2, part);
-    // Long complete: a second look at the barrier is a branch, which the assembler does not move the
-    // wait for P V across, so that P V stays under the exponentials.
+    // P V stays under these exponentials only if nothing moves its wait above them: the compiler is
+    // kept by the pins, the assembler by a branch, a second look at a barrier that is long complete.
+    pin_registers(s);
+    pin_registers(part);
     mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
     wgmma_wait<0>();
     pin_registers(t.o);
@@ -375,10 +381,11 @@ struct FwdConsumer {
     first_block(t);
     bool more = advance();
     while (more) {
-      if (newest.plain() && params.transform == ScoreTransform::kNone) {
+      if (newest.plain() && params.transform == ScoreTransform::kNone &&
+          !(kLeaveLast && newest.last())) {
         // A short loop of its own for the blocks that are most of the work.
         const TileInfo& tile = shared.tiles[tile_ring.slot()];
-        const int end = larger(tile.n_begin, tile.plain[warpgroup].begin);
+        const int end = larger(tile.n_begin + kLeaveLast, tile.plain[warpgroup].begin);
         for (; newest.n >= end; --newest.n) step<true>(t);
         if (newest.n >= tile.n_begin) {
           set_newest(newest.n, 0);

@@ -55,7 +55,7 @@ template <class T>
 Status launch_fwd(const FwdParams& in, const FwdContext& context, cudaStream_t stream,
                   FwdPlan* plan) {
   FwdKernelParams params;
-  fill_fwd_params(in, context, T::kBlockM, T::kHeadDim, T::kHeadDimV, &params);
+  fill_fwd_params(in, context, T::kBlockM, &params);
   const int grid = fwd_grid(in, context, params);
   Status status = prepare_fwd_kernel<T>(in.device);
   if (!status.ok()) return status;

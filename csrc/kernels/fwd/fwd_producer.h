@@ -36,7 +36,8 @@ struct FwdProducer {
     }
   }
 
-  __device__ __forceinline__ void load_q(const TileInfo& tile, int tensor_batch) {
+  __device__ __forceinline__ void load_q(const TileInfo& tile) {
+    const int tensor_batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
 #pragma unroll 1
     for (int w = 0; w < T::kConsumers; ++w) {
       // Waits until consumer w has read its part of the tile before.
@@ -98,18 +99,67 @@ struct FwdProducer {
     v_ring.advance();
   }
 
+  // Asks L2 for what the next tile reads first: it may lie in memory that no CTA has touched yet.
+  __device__ __forceinline__ void prefetch_tile(const TileInfo& tile) {
+    if (lane != 0) return;
+    const int row = tile.k_base + (tile.n_end - 1) * T::kBlockN;
+    const int batch = params.cu_seqlens_k != nullptr ? 0 : tile.batch;
+    const int head = tile.head / params.group;
+    prefetch_panels<T::kHeadDim>(params.k, row, head, batch);
+    prefetch_panels<T::kHeadDimV>(params.v, row, head, batch);
+    if (tile.n_end - 2 >= tile.n_begin) {
+      prefetch_panels<T::kHeadDim>(params.k, row - T::kBlockN, head, batch);
+      prefetch_panels<T::kHeadDimV>(params.v, row - T::kBlockN, head, batch);
+    }
+    if constexpr (T::kQueryStages == 1) {
+      const int q_batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
+      for (int w = 0; w < T::kConsumers; ++w) {
+        prefetch_panels<T::kHeadDim>(params.q, tile.q_base + tile.row0 + w * T::kRowsPerConsumer,
+                                     tile.head, q_batch);
+      }
+    }
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void prefetch_panels(const CUtensorMap& map, int row, int head,
+                                                  int batch) {
+    using P = Panel<kColumns>;
+#pragma unroll
+    for (int panel = 0; panel < P::kCount; ++panel) {
+      cute::SM90_TMA_LOAD_4D::PREFETCH::copy(&map, panel * P::kWidth, row, head, batch);
+    }
+  }
+
+  // The next tile, seen while the first block of this one is on its way: with two stages of Q its Q
+  // is loaded at once.
+  __device__ __forceinline__ void look_ahead() {
+    RingPosition<T::kTileSlots> next = tile_ring;
+    next.advance();
+    mbarrier_wait(&shared.tile_full[next.slot()], next.parity());
+    const TileInfo& tile = shared.tiles[next.slot()];
+    if (tile.batch < 0 || tile.n_begin >= tile.n_end) return;
+    prefetch_tile(tile);
+    if constexpr (T::kQueryStages > 1) load_q(tile);
+  }
+
   // The order is that in which consumers read: K of a block comes before V of the block before it.
   __device__ __forceinline__ void run() {
+    bool first = true;
     for (;;) {
       mbarrier_wait(&shared.tile_full[tile_ring.slot()], tile_ring.parity());
       // Read where it lies: this warp has few registers.
       const TileInfo& tile = shared.tiles[tile_ring.slot()];
       if (tile.batch < 0) return;
-      if (tile.n_begin < tile.n_end) {
-        const int k_batch = params.cu_seqlens_k != nullptr ? 0 : tile.batch;
-        const int head_kv = tile.head / params.group;
-        load_q(tile, params.cu_seqlens_q != nullptr ? 0 : tile.batch);
+      const bool any_block = tile.n_begin < tile.n_end;
+      const int k_batch = params.cu_seqlens_k != nullptr ? 0 : tile.batch;
+      const int head_kv = tile.head / params.group;
+      if (any_block) {
+        if (first || T::kQueryStages == 1) load_q(tile);
         load_k(tile, tile.n_end - 1, head_kv, k_batch);
+      }
+      first = false;
+      look_ahead();
+      if (any_block) {
 #pragma unroll 1
         for (int n = tile.n_end - 2; n >= tile.n_begin; --n) {
           load_k(tile, n, head_kv, k_batch);

@@ -41,7 +41,7 @@ struct FwdScheduler {
     if (params.order == TileOrder::kStatic) {
       const int grid = gridDim.x;
       // Tiles lie longest first: turning every other round evens out what the CTAs get.
-      const bool turn = params.longest_first && (round & 1);
+      const bool turn = params.section_pairs > 1 && (round & 1);
       const int tile = round * grid + (turn ? grid - 1 - int(blockIdx.x) : int(blockIdx.x));
       ++round;
       return tile;
@@ -78,10 +78,14 @@ struct FwdScheduler {
       q_tile = q_tiles - 1 - within % q_tiles;
     } else {
       if (tile >= params.tiles) return false;
-      const int pairs = params.batch * params.heads;
-      const int pair = params.longest_first ? tile % pairs : tile / params.q_tiles;
-      q_tile = params.q_tiles - 1 -
-               (params.longest_first ? tile / pairs : tile - pair * params.q_tiles);
+      const int per_section = params.section_pairs * params.q_tiles;
+      const int section = tile / per_section;
+      const int first_pair = section * params.section_pairs;
+      const int pairs =
+          smaller(params.section_pairs, params.batch * params.heads - first_pair);
+      const int within = tile - section * per_section;
+      const int pair = first_pair + within % pairs;
+      q_tile = params.q_tiles - 1 - within / pairs;
       info.batch = pair / params.heads;
       info.head = pair - info.batch * params.heads;
     }

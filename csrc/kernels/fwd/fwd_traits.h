@@ -55,7 +55,7 @@ struct FwdTraits : Schedule {
   static constexpr int kRowsPerConsumer = 64;
   static constexpr int kBlockM = kConsumers * kRowsPerConsumer;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kTileSlots = 3;  // a tile of one block lies between one not yet stored and the newest
+  static constexpr int kTileSlots = 4;  // one not yet stored, one of a single block, the newest, the next
 
   // 65,536 registers: what the producer warpgroup gives back, the consumers take.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
