@@ -8,13 +8,18 @@
 
 namespace flash_attn3 {
 
-// Consumers, KV block, stages of K and V, stages of Q, Q in registers, turns.
+// Consumers, KV block, stages of K and V, stages of Q, Q in registers, turns. `Long`, where it stands,
+// is for long calls without a causal edge: larger tiles, which waste more where lengths are no multiple.
 template <int kHeadDim, int kHeadDimV>
 struct FwdScheduleOf;
+
+// Keys from which `Long` is taken.
+constexpr int kLongFromKeys = 2048;
 
 template <>
 struct FwdScheduleOf<64, 64> {
   using Type = FwdSchedule<2, 128, 4, 2, true, Turns::kIssue>;
+  using Long = FwdSchedule<3, 112, 2, 2, false, Turns::kIssue>;
 };
 template <>
 struct FwdScheduleOf<96, 96> {

@@ -3,9 +3,8 @@
 namespace flash_attn3 {
 
 Status launch_fwd_bf16_d192_128(const FwdParams& params, const FwdContext& context,
-                             cudaStream_t stream, FwdPlan* plan) {
-  using Traits = FwdTraits<__nv_bfloat16, 192, 128, FwdScheduleOf<192, 128>::Type>;
-  return launch_fwd<Traits>(params, context, stream, plan);
+                                cudaStream_t stream, FwdPlan* plan) {
+  return launch_fwd_of<__nv_bfloat16, 192, 128>(params, context, stream, plan);
 }
 
 }  // namespace flash_attn3

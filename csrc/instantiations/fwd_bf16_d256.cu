@@ -4,9 +4,8 @@
 namespace flash_attn3 {
 
 Status launch_fwd_bf16_d256(const FwdParams& params, const FwdContext& context,
-                             cudaStream_t stream, FwdPlan* plan) {
-  using Traits = FwdTraits<__nv_bfloat16, 256, 256, FwdScheduleOf<256, 256>::Type>;
-  return launch_fwd<Traits>(params, context, stream, plan);
+                            cudaStream_t stream, FwdPlan* plan) {
+  return launch_fwd_of<__nv_bfloat16, 256, 256>(params, context, stream, plan);
 }
 
 }  // namespace flash_attn3

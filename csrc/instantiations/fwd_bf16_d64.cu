@@ -1,11 +1,11 @@
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // KV blocks of 112
 #include "kernels/fwd/fwd_launch.h"
 
 namespace flash_attn3 {
 
 Status launch_fwd_bf16_d64(const FwdParams& params, const FwdContext& context,
-                             cudaStream_t stream, FwdPlan* plan) {
-  using Traits = FwdTraits<__nv_bfloat16, 64, 64, FwdScheduleOf<64, 64>::Type>;
-  return launch_fwd<Traits>(params, context, stream, plan);
+                           cudaStream_t stream, FwdPlan* plan) {
+  return launch_fwd_of<__nv_bfloat16, 64, 64>(params, context, stream, plan);
 }
 
 }  // namespace flash_attn3

@@ -1,6 +1,6 @@
 // A consumer warpgroup: 64 query rows of every tile of its CTA. S = Q K^T, online softmax, O += P V.
 //
-// All KV blocks of all tiles form one stream. The products of the next block are issued before the
+// The KV blocks of one tile after the other form a stream. The products of the next block are issued before the
 // softmax of the current one also where the next block belongs to the next tile, so that a tile has
 // neither a prologue nor an epilogue of its own in which the matrix unit waits.
 #pragma once
@@ -52,8 +52,7 @@ struct FwdConsumer {
   RingPosition<T::kStages> k_ring;
   RingPosition<T::kStages> v_ring;
   RingPosition<T::kQueryStages> q_ring;
-  StreamBlock newest{0, StreamBlock::kLast};
-  bool started = false;
+  StreamBlock newest{0, 0};
 
   // Registers are scarce here: these are computed where they are needed.
   static __device__ __forceinline__ int thread() { return threadIdx.x % 128; }
@@ -72,26 +71,37 @@ struct FwdConsumer {
                    (masked ? StreamBlock::kMasked : 0);
   }
 
-  // Moves `newest` to the next block of the stream; false at its end. Tiles without blocks are stored
-  // on the way. The slot of a tile stays taken until its epilogue has read it.
+  // Moves `newest` to the next block of the stream. False where the stream must end: at the last tile,
+  // and before one without blocks, whose slot would not come free while an unstored tile holds its own.
   __device__ __forceinline__ bool advance() {
     if (!newest.last()) {
       set_newest(newest.n - 1, 0);
       return true;
     }
-    for (;;) {
-      if (started) tile_ring.advance();
-      started = true;
+    tile_ring.advance();
+    return start_tile();
+  }
+
+  // Whether the tile at tile_ring has blocks; then `newest` is its first. The slot of a tile stays
+  // taken until its epilogue has read it.
+  __device__ __forceinline__ bool start_tile() {
+    const TileInfo& tile = shared.tiles[tile_ring.slot()];
+    mbarrier_wait(&shared.tile_full[tile_ring.slot()], tile_ring.parity());
+    if (tile.batch < 0 || tile.n_begin >= tile.n_end) return false;
+    set_newest(tile.n_end - 1, StreamBlock::kFirst);
+    return true;
+  }
+
+  // Stores tiles without blocks until one with blocks starts a new stream; false after the last.
+  __device__ __forceinline__ bool start_stream() {
+    while (!start_tile()) {
       const TileInfo& tile = shared.tiles[tile_ring.slot()];
-      mbarrier_wait(&shared.tile_full[tile_ring.slot()], tile_ring.parity());
       if (tile.batch < 0) return false;
-      if (tile.n_begin < tile.n_end) {
-        set_newest(tile.n_end - 1, StreamBlock::kFirst);
-        return true;
-      }
       epilogue.store_nothing(tile);
       release(&shared.tile_empty[tile_ring.slot()]);
+      tile_ring.advance();
     }
+    return true;
   }
 
   // Waits for the newest tile's Q; with Q in registers, its place is free again at once.
@@ -270,7 +280,8 @@ struct FwdConsumer {
   // A plain block is not the first of its tile and needs no adjustment of its scores. Its probabilities
   // are taken relative to the references as they are, without looking for a maximum: the matrix unit
   // slows ordinary arithmetic down, and the maximum would be a fifth of the softmax. Only when a sum
-  // shows that a reference is too old does the warp compute its scores again and move it.
+  // shows that a reference is too old does the warp compute its scores again and move it. (Masked
+  // blocks done so were tried: the registers of the redo spill at head dim 256.)
   template <bool kPlain>
   __device__ __forceinline__ void step(Stream& t) {
     float s[kScores];
@@ -288,15 +299,14 @@ struct FwdConsumer {
     pin_registers(s);
 
     float factor[2];  // what O is to be multiplied by
-    bool new_tile = false;
+    const bool new_tile = !kPlain && newest.first();
     bool moved = false;
     if constexpr (!kPlain) {
-      release_k(newest.last());
-      new_tile = newest.first();
       if (new_tile) {
         finish_rows(t.current, t.rows, factor);
         t.rows.reset();
       }
+      release_k(newest.last());
       adjust_scores(newest, s);
       float rescale[2];
       moved = t.rows.move_references(s, params.scale_log2, rescale);
@@ -376,9 +386,15 @@ struct FwdConsumer {
     if (T::kTurns != Turns::kFree && warpgroup == T::kConsumers - 1) {
       named_barrier_arrive(kTurn, 256);  // the first turn is warpgroup 0's
     }
-    if (!advance()) return;
     Stream t;
-    first_block(t);
+    while (start_stream()) {
+      first_block(t);
+      run_stream(t);
+      last_block(t);
+    }
+  }
+
+  __device__ __forceinline__ void run_stream(Stream& t) {
     bool more = advance();
     while (more) {
       if (newest.plain() && params.transform == ScoreTransform::kNone &&
@@ -399,7 +415,6 @@ struct FwdConsumer {
         more = advance();
       }
     }
-    last_block(t);
   }
 };
 

@@ -1,6 +1,8 @@
 // FwdParams to a launch of one compiled forward kernel. Included by the instantiations alone.
 #pragma once
 
+#include <type_traits>
+
 #include <cuda.h>
 #include <cudaTypedefs.h>
 
@@ -73,6 +75,27 @@ Status launch_fwd(const FwdParams& in, const FwdContext& context, cudaStream_t s
   fwd_kernel<T><<<grid, T::kThreads, fwd_shared_bytes<T>(), stream>>>(params);
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? Status{} : cuda_status("launching the forward kernel", error);
+}
+
+template <class Schedules, class = void>
+struct HasLong : std::false_type {};
+template <class Schedules>
+struct HasLong<Schedules, std::void_t<typename Schedules::Long>> : std::true_type {};
+
+// The kernel of these head dims that suits the call.
+template <class Element, int kHeadDim, int kHeadDimV>
+Status launch_fwd_of(const FwdParams& in, const FwdContext& context, cudaStream_t stream,
+                     FwdPlan* plan) {
+  using Schedules = FwdScheduleOf<kHeadDim, kHeadDimV>;
+  if constexpr (HasLong<Schedules>::value) {
+    if (in.window_right < 0 && in.window_left < 0 && in.attention_chunk == 0 &&
+        in.max_seqlen_k >= kLongFromKeys && in.max_seqlen_q >= kLongFromKeys) {
+      return launch_fwd<FwdTraits<Element, kHeadDim, kHeadDimV, typename Schedules::Long>>(
+          in, context, stream, plan);
+    }
+  }
+  return launch_fwd<FwdTraits<Element, kHeadDim, kHeadDimV, typename Schedules::Type>>(
+      in, context, stream, plan);
 }
 
 }  // namespace flash_attn3
