@@ -55,7 +55,7 @@ struct FwdTraits : Schedule {
   static constexpr int kRowsPerConsumer = 64;
   static constexpr int kBlockM = kConsumers * kRowsPerConsumer;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kTileSlots = 4;  // one not yet stored, one of a single block, the newest, the next
+  static constexpr int kTileSlots = 4;  // one not yet stored, the newest, the next, one being written
 
   // 65,536 registers: what the producer warpgroup gives back, the consumers take.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
