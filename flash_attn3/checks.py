@@ -149,7 +149,8 @@ def int_vector(name: str, t, length: Optional[int], q: Tensor, meaning: str = ""
     if t.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {t.dtype}; expected torch.int32")
     if t.dim() != 1 or (length is None and t.shape[0] < 1):
-        raise ValueError(f"{name} has shape {_shape(t)}; expected one dimension, batch + 1 elements")
+        raise ValueError(
+            f"{name} has shape {_shape(t)}; expected one dimension, batch + 1 elements")
     if length is not None:
         shape(name, t, (length,), meaning)
     on_device(name, t, q)
@@ -191,11 +192,12 @@ def offsets_values(name: str, cu: Tensor, total: int, max_seqlen: int, max_name:
     if at[0] < 0 or any(n < 0 for n in lengths):
         raise ValueError(f"{name} is {at}; expected offsets from 0 up that never decrease")
     if at[-1] > total:
-        raise ValueError(f"{name} ends at {at[-1]}; expected at most {total}, the rows of {rows_of}")
+        raise ValueError(
+            f"{name} ends at {at[-1]}; expected at most {total}, the rows of {rows_of}")
     if lengths and max(lengths) > max_seqlen:
         raise ValueError(
-            f"{max_name} is {max_seqlen}; expected at least {max(lengths)}, the longest sequence of "
-            f"{name}")
+            f"{max_name} is {max_seqlen}; expected at least {max(lengths)}, the longest sequence "
+            f"of {name}")
     return lengths
 
 

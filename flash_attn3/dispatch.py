@@ -39,7 +39,7 @@ def _kernel_reason(index: int, dtype: str, head_dim: int, head_dim_v: int) -> st
     refusal = compiled.device_refusal(index)
     if refusal:
         return refusal
-    if not compiled.compiled_for(dtype, head_dim, head_dim_v):
+    if not compiled.compiled_for(dtype, head_dim, head_dim_v, index):
         return f"this build holds no kernel for {dtype} with head dims ({head_dim}, {head_dim_v})"
     return ""
 
@@ -54,8 +54,6 @@ def sm90_reason(call: Call) -> Optional[str]:
         return f"needs float16 or bfloat16, got {call.dtype}"
     if call.head_dim > 256 or call.head_dim_v > 256:
         return f"needs head dims up to 256, got {call.head_dim} and {call.head_dim_v}"
-    if not call.scale > 0:
-        return f"needs a positive softmax_scale, got {call.scale}"
     index = call.device.index if call.device.index is not None else torch.cuda.current_device()
     dtype = "bf16" if call.dtype == torch.bfloat16 else "fp16"
     return _kernel_reason(index, dtype, call.head_dim, call.head_dim_v) or None

@@ -102,8 +102,6 @@ def flash_attn_bwd(
             checks.on_device(name, t, q)
     if dispatch.uses_kernels(make_call(q, k, v, *options[:-1])):
         return torch.ops.flash_attn3.bwd(dout, dlse, q, k, v, out, lse, *options)
-    # Of the two sentinels for "nothing here", some of PyTorch's kernels know one: exp(s - inf) = 0.
-    lse = lse.masked_fill(lse == -float("inf"), float("inf"))
     return torch.ops.flash_attn3.fallback_bwd(dout, dlse, q, k, v, out, lse, *options)
 
 

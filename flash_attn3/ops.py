@@ -8,11 +8,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import re
-import threading
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .backends import blockwise_backward, torch_attn
-from .backends.call import Call, lse_shape, make_call
+from .backends.call import lse_shape, make_call
 
 OPTIONS_SCHEMA = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
@@ -114,69 +112,6 @@ def _fake_bwd(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, 
 
 # ---- backward on CUDA, by PyTorch's kernels ------------------------------------------------------
 
-_INT32_LIMIT = 2**31
-_running = threading.local()
-
-
-def _elements_per_kv_head(call: Call, total_rows_q: int) -> int:
-    """Of the dQ accumulator in PyTorch's flash backward, whose offsets are 32-bit products."""
-    head_dim = 256 if call.head_dim > 192 else -(-call.head_dim // 32) * 32
-    return (total_rows_q + 128 * call.batch) * (call.heads // call.heads_kv) * head_dim
-
-
-def _strictly_deterministic() -> bool:
-    return (torch.are_deterministic_algorithms_enabled()
-            and not torch.is_deterministic_algorithms_warn_only_enabled())
-
-
-def flash_backward_refusal(call: Call, total_rows_q: int) -> Optional[str]:
-    """Why PyTorch's flash backward can't continue this project's forward; None if it can."""
-    reason = torch_attn.cuda_flash_backward_reasons(call)
-    if reason is not None:
-        return reason
-    # It turns -1 and what reaches past the longest sequence of keys into "Sk keys to the right",
-    # which is not unlimited where there are more queries than keys: p = i + Sk - Sq is negative.
-    right_edge = call.window_right > 0 or (call.window_right < 0 and call.window_left >= 0)
-    never_more_queries = call.same_seqlens or (
-        not call.ragged_q and call.max_seqlen_q <= call.max_seqlen_k)
-    if right_edge and not never_more_queries:
-        return "it reads a right window wrongly where there are more queries than keys"
-    # The flag of the process decides its determinism. Switching that for the length of a call
-    # would make operators of other threads raise.
-    if call.deterministic and not _strictly_deterministic():
-        return "it is deterministic only under torch.use_deterministic_algorithms(True)"
-    if max(call.batch, call.heads) > 65535:
-        return "its grid holds at most 65535 sequences and heads"
-    if _elements_per_kv_head(call, total_rows_q) >= _INT32_LIMIT:
-        return "its 32-bit offsets would overflow"
-    if getattr(_running, "flash", False):
-        return "PyTorch's flash backward is replaced by this project's"
-    return None
-
-
-def _flash_backward(call: Call, total_rows_q: int, dout, q, k, v, out, lse, lengths):
-    """PyTorch's flash backward, in groups of KV heads that its 32-bit offsets can address."""
-    call = dataclasses.replace(call, deterministic=False)  # see flash_backward_refusal
-    at_once = (_INT32_LIMIT - 1) // max(1, _elements_per_kv_head(call, total_rows_q))
-    _running.flash = True  # an integration may have put this project under the aten operator
-    try:
-        if at_once >= call.heads_kv:
-            return torch_attn.cuda_flash_backward(call, dout, q, k, v, out, lse, *lengths)
-        group = call.heads // call.heads_kv
-        head_axis = 0 if call.ragged_q else 1  # of lse
-        parts = []
-        for first in range(0, call.heads_kv, at_once):
-            count = min(at_once, call.heads_kv - first)
-            of_q, of_kv = (first * group, count * group), (first, count)
-            parts.append(torch_attn.cuda_flash_backward(
-                dataclasses.replace(call, heads=count * group, heads_kv=count),
-                dout.narrow(-2, *of_q), q.narrow(-2, *of_q), k.narrow(-2, *of_kv),
-                v.narrow(-2, *of_kv), out.narrow(-2, *of_q), lse.narrow(head_axis, *of_q),
-                *lengths))
-        return tuple(torch.cat(grads, dim=-2) for grads in zip(*parts))
-    finally:
-        _running.flash = False
-
 
 def _check_shape(t: Tensor, name: str, expected: tuple, device: torch.device) -> None:
     if tuple(t.shape) != tuple(expected):
@@ -203,13 +138,12 @@ def _bwd_cuda(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused
     call = make_call(q, k, v, *options[:-1])
     if call.empty:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    total_rows_q = q.shape[0] if call.ragged_q else q.shape[0] * q.shape[1]
     # Tensors have their dtypes by design here: an autocast of the caller's must not change them.
     # The guard: some of PyTorch's kernels launch on the current device, not on that of q.
     with torch.autocast("cuda", enabled=False), torch.cuda.device(q.device):
         # PyTorch's kernels take no gradient of the LSE; folding it into `out` would cost its bits.
-        if dlse is None and flash_backward_refusal(call, total_rows_q) is None:
-            return _flash_backward(call, total_rows_q, dout, q, k, v, out, lse, lengths)
+        if dlse is None and torch_attn.cuda_flash_backward_reasons(call) is None:
+            return torch_attn.cuda_flash_backward(call, dout, q, k, v, out, lse, *lengths)
         return blockwise_backward(dout, dlse, q, k, v, out, lse, *options)
 
 

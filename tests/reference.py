@@ -73,7 +73,8 @@ def gradients(dout, dlse, q, k, v, **options):
     dtype = options.get("dtype", torch.float64)
     leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
     out, lse = attention(*leaves, **options)
-    loss = (out * dout.to(dtype)).sum() + 0 * sum(t.sum() for t in leaves)  # batch 0 has a graph too
+    loss = (out * dout.to(dtype)).sum()
+    loss = loss + 0 * sum(t.sum() for t in leaves)  # batch 0 has a graph too
     if dlse is not None:
         seen = torch.isfinite(lse)
         loss = loss + (lse.masked_fill(~seen, 0) * dlse.to(dtype).masked_fill(~seen, 0)).sum()

@@ -225,7 +225,7 @@ def blockwise_forward(
 
 
 def _backward_part(call: Call, dout, dlse, q, k, v, out, lse, mask: _Mask, rows: int, keys: int):
-    """Gradients of one part, in the accumulation type: (b, s, H, D), (b, t, Hk, D), (b, t, Hk, Dv)."""
+    """(b, s, H, D), (b, t, Hk, D), (b, t, Hk, Dv): gradients of one part, not yet rounded."""
     acc_t = call.acc_dtype
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     dq = torch.zeros(q.shape, dtype=acc_t, device=q.device)

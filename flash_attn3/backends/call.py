@@ -29,6 +29,7 @@ class Call:
     ragged_q: bool
     ragged_k: bool
     has_seqused: bool
+    rows_q: int  # query rows of all sequences together
     same_seqlens: bool  # query and key lengths are one and the same tensor: Sk - Sq is 0
     scale: float
     window_left: int  # -1: unlimited
@@ -50,6 +51,13 @@ class Call:
     @property
     def unmasked(self) -> bool:
         return self.window_left < 0 and self.window_right < 0 and self.chunk == 0
+
+    @property
+    def never_more_queries(self) -> bool:
+        """In every sequence Sq <= Sk, as far as the host knows."""
+        return self.same_seqlens or (
+            not (self.ragged_q or self.ragged_k or self.has_seqused)
+            and self.max_seqlen_q <= self.max_seqlen_k)
 
     @property
     def empty(self) -> bool:
@@ -99,6 +107,7 @@ def make_call(
         ragged_q=cu_seqlens_q is not None,
         ragged_k=cu_seqlens_k is not None,
         has_seqused=seqused_q is not None or seqused_k is not None,
+        rows_q=q.shape[0] if cu_seqlens_q is not None else q.shape[0] * q.shape[1],
         same_seqlens=same,
         scale=softmax_scale,
         window_left=window_left,

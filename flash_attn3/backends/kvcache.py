@@ -184,8 +184,8 @@ def _check_rotary(q, k, cos, sin) -> None:
             raise TypeError(f"{name} has dtype {t.dtype}; expected a floating-point dtype")
     if 2 * cos.shape[1] > q.shape[-1]:
         raise ValueError(
-            f"rotary_cos has shape {tuple(cos.shape)}; expected at most {q.shape[-1] // 2} columns, "
-            "half the head dim")
+            f"rotary_cos has shape {tuple(cos.shape)}; expected at most {q.shape[-1] // 2} "
+            "columns, half the head dim")
     checks.shape("rotary_sin", sin, tuple(cos.shape), "the shape of rotary_cos")
     if q.dtype == torch.float8_e4m3fn:
         raise NotImplementedError("rotary_cos: rotary positions of float8_e4m3fn are not supported")

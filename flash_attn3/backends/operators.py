@@ -6,6 +6,7 @@ whether or not the compiled part of the package does.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Optional
 
@@ -82,6 +83,14 @@ def _warn_once(call: Call, name: str) -> None:
     )
 
 
+def _no_autocast(device: torch.device):
+    """Tensors have their dtypes by design in here: the caller's autocast must not change them."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()
+
+
 def _fallback_fwd(q, k, v, *options) -> tuple[Tensor, Tensor]:
     call = make_call(q, k, v, *options[:-1])
     if call.empty:
@@ -89,9 +98,10 @@ def _fallback_fwd(q, k, v, *options) -> tuple[Tensor, Tensor]:
     forced = forced_backend()
     name, _ = choose(call, forced if forced in FORWARD else None)
     _warn_once(call, name)
-    if name == "blockwise":
-        return blockwise_forward(q, k, v, *options)
-    return FORWARD[name][1](call, q, k, v, *options[:4])
+    with _no_autocast(q.device):
+        if name == "blockwise":
+            return blockwise_forward(q, k, v, *options)
+        return FORWARD[name][1](call, q, k, v, *options[:4])
 
 
 def _fallback_bwd(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,9 +110,10 @@ def _fallback_bwd(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tens
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     # PyTorch's backward kernels take no gradient of the LSE.
     name = "blockwise" if dlse is not None else _choose_backward(call)
-    if name == "blockwise":
-        return blockwise_backward(dout, dlse, q, k, v, out, lse, *options)
-    return BACKWARD[name][1](call, dout, q, k, v, out, lse, *options[:4])
+    with _no_autocast(q.device):
+        if name == "blockwise":
+            return blockwise_backward(dout, dlse, q, k, v, out, lse, *options)
+        return BACKWARD[name][1](call, dout, q, k, v, out, lse, *options[:4])
 
 
 def _fake_fwd(q, k, v, cu_seqlens_q=None, *options) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,8 @@
 A side (queries or keys) is cut into parts that the block loops take one after another:
 
 - off the GPU lengths are read on the host, a part is one sequence, and its rows are plain slices;
-- on a CUDA device lengths stay there (a read would synchronise and break graph capture): a part is a
-  group of sequences gathered into a padded block by index arithmetic on the device.
+- on a CUDA device lengths stay there (a read would synchronise and break graph capture): a part is
+  a group of sequences gathered into a padded block by index arithmetic on the device.
 
 Everything taken from device memory is clamped to the tensors' bounds, so wrong lengths can give
 wrong results but never an access outside of a tensor.

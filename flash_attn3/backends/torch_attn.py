@@ -7,7 +7,8 @@ natural and -inf for a row without keys, zeros in rows outside of every sequence
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import threading
 from typing import Optional
 
 import torch
@@ -20,10 +21,16 @@ aten = torch.ops.aten
 
 _HALF = (torch.float16, torch.bfloat16)
 _INF = float("inf")
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
+_GRID_LIMIT = 65535  # of a CUDA grid's second and third dimension
+_INT32_LIMIT = 2**31
 
 
 def _feature_reason(call: Call) -> Optional[str]:
     """Options that none of PyTorch's kernels has together with an LSE."""
+    # They mask a score with -inf first and scale it then: 0 * -inf is NaN, and -1 * -inf wins.
+    if call.scale < _LEAST_SCALE:
+        return f"needs a softmax_scale above 0, got {call.scale}"
     if call.chunk > 0:
         return "attention_chunk is not supported"
     if call.softcap > 0:
@@ -41,6 +48,20 @@ def _aligned(t: Tensor) -> Tensor:
     fine = t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and all(
         s * item % 16 == 0 for s in t.stride()[:-1])
     return t if fine else t.contiguous()
+
+
+def _without_dead_rows(dout, out, lse, also_dead: Optional[Tensor] = None):
+    """dout, out and lse in which rows of infinite lse add nothing to any gradient.
+
+    Such a row sees no key, or its caller rules it out (a part of a context-parallel step, padding),
+    with any value in dout and out. exp(s - inf) is 0; and 0 times NaN must not come up.
+    `also_dead` (rows,) marks more rows of ragged tensors.
+    """
+    dead = torch.isinf(lse)
+    if also_dead is not None:
+        dead = dead | also_dead
+    rows = dead.transpose(-1, -2)[..., None]
+    return dout.masked_fill(rows, 0.0), out.masked_fill(rows, 0.0), lse.masked_fill(dead, _INF)
 
 
 # ---- CPU flash ---------------------------------------------------------------------------------
@@ -107,9 +128,9 @@ def cpu_flash_forward(call: Call, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q
 def cpu_flash_backward(call: Call, dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q,
                        seqused_k):
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    dout, out, lse = _without_dead_rows(dout, out, lse)
     q, k, v, dout, out = (_unit_last(t) for t in (q, k, v, dout, out))
-    # exp(s - inf) is 0: a row without keys, or one that the caller's own lse rules out.
-    lse_rows = lse.masked_fill(torch.isinf(lse), _INF).transpose(-1, -2)
+    lse_rows = lse.transpose(-1, -2)
     causal = call.window_right == 0
     groups = call.heads // call.heads_kv
     for q_rows, k_rows in _cpu_pairs(
@@ -141,9 +162,23 @@ def cpu_flash_backward(call: Call, dout, q, k, v, out, lse, cu_seqlens_q, cu_seq
 # ---- CUDA flash (FlashAttention-2 inside PyTorch) ------------------------------------------------
 
 
-def cuda_flash_reasons(call: Call) -> Optional[str]:
+_running = threading.local()
+
+
+def _cuda_flash_device_reason(call: Call) -> Optional[str]:
     if call.device.type != "cuda":
         return f"runs on CUDA devices, not on {call.device.type}"
+    if torch.cuda.get_device_capability(call.device)[0] < 8:
+        return "needs compute capability 8.0 or newer"
+    if not torch.backends.cuda.is_flash_attention_available():
+        return "this PyTorch was built without its flash attention"
+    return None
+
+
+def cuda_flash_reasons(call: Call) -> Optional[str]:
+    reason = _cuda_flash_device_reason(call)
+    if reason is not None:
+        return reason
     if call.dtype not in _HALF:
         return f"needs float16 or bfloat16, got {call.dtype}"
     if call.head_dim != call.head_dim_v:
@@ -154,10 +189,13 @@ def cuda_flash_reasons(call: Call) -> Optional[str]:
         return "seqused_q and seqused_k are not supported"
     if call.ragged_q != call.ragged_k:
         return "q and k must both be ragged or both be dense"
-    if torch.cuda.get_device_capability(call.device)[0] < 8:
-        return "needs compute capability 8.0 or newer"
-    if not torch.backends.cuda.is_flash_attention_available():
-        return "this PyTorch was built without its flash attention"
+    if max(call.batch, call.heads) > _GRID_LIMIT:
+        return f"its grid holds at most {_GRID_LIMIT} sequences and heads"
+    # It turns -1 and what reaches past the longest sequence of keys into "Sk keys to the right",
+    # which is not unlimited where there are more queries than keys: p = i + Sk - Sq is negative.
+    right_edge = call.window_right > 0 or (call.window_right < 0 and call.window_left >= 0)
+    if right_edge and not call.never_more_queries:
+        return "it reads a right window wrongly where there are more queries than keys"
     return _feature_reason(call)
 
 
@@ -168,7 +206,10 @@ def _flash_args(call: Call, cu_seqlens_q, cu_seqlens_k, q, k):
         cu_seqlens_k = cu_seqlens_k.clamp(0, k.shape[0]).cummax(0).values.int()
     window = {}
     if not (call.unmasked or call.causal_only):
-        window = {"window_size_left": call.window_left, "window_size_right": call.window_right}
+        # As 32-bit ints there: what reaches past every key is unlimited, and said so by -1.
+        left, right = (
+            -1 if w >= call.max_seqlen_k else w for w in (call.window_left, call.window_right))
+        window = {"window_size_left": left, "window_size_right": right}
     return cu_seqlens_q, cu_seqlens_k, call.causal_only, window
 
 
@@ -186,40 +227,76 @@ def cuda_flash_forward(call: Call, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_
     return out.contiguous(), lse.contiguous()
 
 
-@contextlib.contextmanager
-def _deterministic(wanted: bool):
-    """PyTorch's flash backward takes its determinism from the global flag."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    if not wanted or before:
-        yield
-        return
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def _strictly_deterministic() -> bool:
+    return (torch.are_deterministic_algorithms_enabled()
+            and not torch.is_deterministic_algorithms_warn_only_enabled())
+
+
+def _elements_per_kv_head(call: Call) -> int:
+    """Of the dQ accumulator in PyTorch's flash backward, whose offsets are 32-bit products."""
+    head_dim = 256 if call.head_dim > 192 else -(-call.head_dim // 32) * 32
+    return (call.rows_q + 128 * call.batch) * (call.heads // call.heads_kv) * head_dim
+
+
+def cuda_flash_backward_reasons(call: Call) -> Optional[str]:
+    """Also for a forward that another kernel ran: out and lse have one meaning here."""
+    reason = cuda_flash_reasons(call)
+    if reason is not None:
+        return reason
+    if call.head_dim > 192:
+        major, minor = torch.cuda.get_device_capability(call.device)
+        if minor != 0 or major == 12:
+            return "its backward at head dims above 192 needs an A100 or H100 class device"
+    # The flag of the process decides its determinism. Switching that for the length of a call
+    # would make operators of other threads raise; and with warn_only it changes nothing.
+    if call.deterministic and not _strictly_deterministic():
+        return "it is deterministic only under torch.use_deterministic_algorithms(True)"
+    if _elements_per_kv_head(call) >= _INT32_LIMIT:
+        return "its 32-bit offsets would overflow"
+    if getattr(_running, "flash", False):
+        return "PyTorch's flash backward is replaced by this project's"
+    return None
+
+
+def cuda_flash_backward(call: Call, dout, q, k, v, out, lse, *lengths):
+    """In groups of KV heads that the kernel's 32-bit offsets can address."""
+    at_once = (_INT32_LIMIT - 1) // max(1, _elements_per_kv_head(call))
+    _running.flash = True  # an integration may have put this project under the aten operator
     try:
-        yield
+        if at_once >= call.heads_kv:
+            return _cuda_flash_backward_heads(call, dout, q, k, v, out, lse, *lengths)
+        group = call.heads // call.heads_kv
+        head_axis = 0 if call.ragged_q else 1  # of lse
+        parts = []
+        for first in range(0, call.heads_kv, at_once):
+            count = min(at_once, call.heads_kv - first)
+            of_q, of_kv = (first * group, count * group), (first, count)
+            parts.append(_cuda_flash_backward_heads(
+                dataclasses.replace(call, heads=count * group, heads_kv=count),
+                dout.narrow(-2, *of_q), q.narrow(-2, *of_q), k.narrow(-2, *of_kv),
+                v.narrow(-2, *of_kv), out.narrow(-2, *of_q), lse.narrow(head_axis, *of_q),
+                *lengths))
+        return tuple(torch.cat(grads, dim=-2) for grads in zip(*parts))
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        _running.flash = False
 
 
-def cuda_flash_backward(call: Call, dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q,
-                        seqused_k):
-    dout, q, k, v, out = (_aligned(t) for t in (dout, q, k, v, out))
+def _cuda_flash_backward_heads(call: Call, dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
+                               seqused_q, seqused_k):
     cu_q, cu_k, causal, window = _flash_args(call, cu_seqlens_q, cu_seqlens_k, q, k)
-    lse = lse.masked_fill(torch.isinf(lse), _INF).contiguous()
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # dropout state; p is 0
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    outside_q = outside_k = None
     if call.ragged_q:  # rows outside of the sequences may hold anything and are not written
-        outside_q = (~valid_rows(cu_q, q.shape[0]))[:, None, None]
-        outside_k = (~valid_rows(cu_k, k.shape[0]))[:, None, None]
-        dout, out = dout.masked_fill(outside_q, 0.0), out.masked_fill(outside_q, 0.0)
-    with _deterministic(call.deterministic):
-        dq, dk, dv = aten._flash_attention_backward(
-            dout, q, k, v, out, lse, cu_q, cu_k, call.max_seqlen_q, call.max_seqlen_k, 0.0, causal,
-            state, unused, scale=call.scale, **window)
+        outside_q, outside_k = ~valid_rows(cu_q, q.shape[0]), ~valid_rows(cu_k, k.shape[0])
+    dout, out, lse = _without_dead_rows(dout, out, lse, outside_q)
+    dout, q, k, v, out = (_aligned(t) for t in (dout, q, k, v, out))
+    dq, dk, dv = aten._flash_attention_backward(
+        dout, q, k, v, out, lse.contiguous(), cu_q, cu_k, call.max_seqlen_q, call.max_seqlen_k,
+        0.0, causal, state, unused, scale=call.scale, **window)
     if call.ragged_q:
-        dq = dq.masked_fill(outside_q, 0.0)
-        dk = dk.masked_fill(outside_k, 0.0)
-        dv = dv.masked_fill(outside_k, 0.0)
+        dq = dq.masked_fill(outside_q[:, None, None], 0.0)
+        dk, dv = (g.masked_fill(outside_k[:, None, None], 0.0) for g in (dk, dv))
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
@@ -235,6 +312,8 @@ def efficient_reasons(call: Call) -> Optional[str]:
         return "bfloat16 needs compute capability 8.0 or newer"
     if call.ragged_q or call.ragged_k or call.has_seqused:
         return "ragged calls and seqused are left to the other backends"
+    if max(call.batch, call.heads) > _GRID_LIMIT:
+        return f"its grid holds at most {_GRID_LIMIT} sequences and heads"
     if call.head_dim % 8 or call.head_dim_v % 8:
         return f"needs multiples of 8, got D {call.head_dim} and Dv {call.head_dim_v}"
     if not (call.unmasked or call.causal_only):
@@ -261,7 +340,7 @@ def efficient_forward(call: Call, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q
 def efficient_backward(call: Call, dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q,
                        seqused_k):
     padded = (call.max_seqlen_q + 31) // 32 * 32
-    lse = lse.masked_fill(torch.isinf(lse), _INF)
+    dout, out, lse = _without_dead_rows(dout, out, lse)
     lse = torch.nn.functional.pad(lse, (0, padded - call.max_seqlen_q), value=_INF)
     state = torch.zeros((), dtype=torch.int64)  # dropout state; p is 0
     dq, dk, dv = aten._efficient_attention_backward(
@@ -280,12 +359,3 @@ def efficient_backward_reasons(call: Call) -> Optional[str]:
     if call.deterministic:
         return "its backward is not deterministic"
     return efficient_reasons(call)
-
-
-def cuda_flash_backward_reasons(call: Call) -> Optional[str]:
-    reason = cuda_flash_reasons(call)
-    if reason is None and call.head_dim > 192:
-        major, minor = torch.cuda.get_device_capability(call.device)
-        if minor != 0 or major == 12:
-            return "its backward at head dims above 192 needs an A100 or H100 class device"
-    return reason

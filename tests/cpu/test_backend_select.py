@@ -1,9 +1,14 @@
 """backend_for, FLASH_ATTN3_BACKEND, FLASH_ATTN3_CHECK."""
 
+import dataclasses
+import types
+
 import pytest
 import torch
 
 import flash_attn3
+from flash_attn3 import dispatch
+from flash_attn3.backends.call import make_call
 
 pytestmark = pytest.mark.cpu
 
@@ -51,3 +56,48 @@ def test_values_are_checked_on_demand(cu, used, word, monkeypatch):
     monkeypatch.setenv("FLASH_ATTN3_CHECK", "1")
     with pytest.raises(ValueError, match=word):
         flash_attn3.flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, used)
+
+
+def kernel_call(**changes):
+    q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16, device="meta")
+    call = make_call(q, q, q, None, None, None, None, 8, 8, 0.125, False, -1, -1, 0, 0.0, False)
+    return dataclasses.replace(call, device=torch.device("cuda", 1), **changes)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """A compiled part for (64, 64) on cuda:1, which keeps what it was asked."""
+    asked = []
+
+    def compiled_for(*args):
+        asked.append(args)
+        return args[1:] == (64, 64, 1)
+
+    part = types.SimpleNamespace(
+        asked=asked, compiled_for=compiled_for,
+        device_refusal=lambda index: "" if index == 1 else f"not cuda:{index}")
+    monkeypatch.setattr(dispatch.ops, "_C", part)
+    return part
+
+
+def test_kernels_are_asked_about_the_device_of_the_call(compiled):
+    assert dispatch.sm90_reason(kernel_call()) is None
+    assert compiled.asked == [("bf16", 64, 64, 1)]
+    assert dispatch.sm90_reason(kernel_call(dtype=torch.float16)) is None
+    assert "no kernel" in dispatch.sm90_reason(kernel_call(head_dim=128))
+    assert compiled.asked[1:] == [("fp16", 64, 64, 1), ("bf16", 128, 64, 1)]
+    elsewhere = dataclasses.replace(kernel_call(), device=torch.device("cuda", 0))
+    assert dispatch.sm90_reason(elsewhere) == "not cuda:0"
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.25, 1e-60])
+def test_kernels_take_any_softmax_scale(scale, compiled):
+    assert dispatch.select(kernel_call(scale=scale)).name == "sm90"
+    assert dispatch.uses_kernels(kernel_call(scale=scale, softcap=3.0))
+
+
+def test_forced_backend_keeps_the_kernels_out(compiled, monkeypatch):
+    assert dispatch.uses_kernels(kernel_call())
+    monkeypatch.setenv("FLASH_ATTN3_BACKEND", "blockwise")
+    assert not dispatch.uses_kernels(kernel_call())
+    assert dispatch.select(kernel_call()).name == "blockwise"

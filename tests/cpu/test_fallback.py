@@ -59,9 +59,9 @@ def test_path_without_host_reads(mask, ragged, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tolist", None)
     monkeypatch.setattr(blockwise, "_block_sizes", lambda call: (2, 7, 11))
     monkeypatch.setenv("FLASH_ATTN3_BACKEND", "blockwise")
-    case = Case((5, 0, 30, 1, 7) if ragged else (30,) * 5, (9, 4, 21, 0, 7) if ragged else (21,) * 5,
-                4, 2, ragged=ragged, used_q=(3, 0, 30, 0, 5), used_k=(9, 2, 11, 0, 0),
-                tail=3 if ragged else 0, **mask)
+    case = Case((5, 0, 30, 1, 7) if ragged else (30,) * 5,
+                (9, 4, 21, 0, 7) if ragged else (21,) * 5, 4, 2, ragged=ragged,
+                used_q=(3, 0, 30, 0, 5), used_k=(9, 2, 11, 0, 0), tail=3 if ragged else 0, **mask)
     check_case(case, poison=True, with_dlse=True)
     if ragged:
         check_case(dataclasses.replace(case, used_q=None, used_k=None), poison=True)
@@ -113,6 +113,59 @@ def test_each_backend_repeats_bitwise(name, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0]))
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_scales_of_zero_and_below(mask, scale):
+    """PyTorch's kernels scale after they mask, so they must not get these."""
+    for sizes in (((20, 20), (20, 20)), ((20, 9), (11, 30))):
+        check_case(Case(*sizes, 4, 2, ragged=sizes[0] != sizes[1], scale=scale, **mask),
+                   with_dlse=True)
+
+
+@pytest.mark.parametrize("name", ["blockwise", "aten_cpu_flash"])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("sentinel", [float("-inf"), float("inf")])
+def test_rows_that_the_caller_rules_out_add_nothing(name, ragged, sentinel, monkeypatch):
+    """C10: infinite lse in a row that sees keys, whatever its out and dout hold."""
+    monkeypatch.setenv("FLASH_ATTN3_BACKEND", name)
+    case = Case((12, 9), (12, 9), 4, 2) if ragged else Case((12, 12), (12, 12), 4, 2)
+    case = dataclasses.replace(case, ragged=ragged, causal=not ragged)
+    q, k, v = case.make()
+    cu = torch.tensor(case.cu(case.lengths_q), dtype=torch.int32) if ragged else None
+    options = (cu, cu, None, None, 12, 12, 0.2, case.causal, -1, -1, 0, 0.0, False, 0)
+    fa3 = torch.ops.flash_attn3
+    out, lse = fa3.fallback_fwd(q, k, v, *options)
+    dout = torch.randn_like(out)
+    kept = dout.clone()
+    for t, value in ((dout, float("nan")), (out, float("nan")), (kept, 0.0)):
+        t.reshape(-1, 4, 32)[5, 1:3] = value  # row 5 of the first sequence, two of its heads
+    (lse if ragged else lse[0])[1:3, 5] = sentinel
+    got = fa3.fallback_bwd(dout, None, q, k, v, out, lse, *options)
+    want = reference.gradients(
+        kept, None, q, k, v, **{**case.reference_options(), "scale": 0.2})
+    for grad, g, w in zip(("dq", "dk", "dv"), got, want):
+        check_close(grad, g, w, w, 3)
+    assert bool((got[0].reshape(-1, 4, 32)[5, 1:3] == 0).all())
+
+
+@pytest.mark.parametrize("name", ["blockwise", "aten_cpu_flash"])
+def test_autocast_of_the_caller_changes_nothing(name, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN3_BACKEND", name)
+    case = Case((40, 40), (40, 40), 4, 2, causal=True)
+    q, k, v = (t.requires_grad_() for t in case.make())
+    dout = torch.randn_like(q)
+
+    def run():
+        out, lse = case.call(q, k, v)
+        return out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, torch.ones_like(lse)))
+
+    want = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run()
+        assert torch.is_autocast_enabled("cpu")
+    assert all(g.dtype == w.dtype and torch.equal(g, w) for g, w in zip(got, want))
+
+
 def test_gradients_by_finite_differences():
     case = Case((5,), (7,), 4, 2, 8, 16, dtype=torch.float64, causal=True, softcap=2.0)
     inputs = [t.requires_grad_() for t in case.make()]
@@ -122,7 +175,7 @@ def test_gradients_by_finite_differences():
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_flex_masks(mask, monkeypatch):
-    """The masks and the soft cap given to FlexAttention, which compiles on a GPU and is eager here."""
+    """The masks and the soft cap of FlexAttention, which compiles on a GPU and is eager here."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     case = Case((37,), (50,), 4, 2, 16, **mask)
     q, k, v = case.make()

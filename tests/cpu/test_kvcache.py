@@ -1,4 +1,4 @@
-"""The KV cache on plain PyTorch: lengths, append, rotary, pages, padding, plans, combine, qv, e4m3."""
+"""KV cache on plain PyTorch: lengths, append, rotary, pages, padding, plans, combine, qv, e4m3."""
 
 import math
 
@@ -93,7 +93,8 @@ def test_append_with_rotary(interleaved, causal, ragged):
     more = {}
     if ragged:
         q, new_k, new_v = q.flatten(0, 1), new_k.flatten(0, 1), new_v.flatten(0, 1)
-        more = dict(cu_seqlens_q=ints(0, 2, 4, 6), cu_seqlens_k_new=ints(0, 2, 4, 6), max_seqlen_q=2)
+        offsets = ints(0, 2, 4, 6)
+        more = dict(cu_seqlens_q=offsets, cu_seqlens_k_new=offsets, max_seqlen_q=2)
     out, lse = CACHE(q, k, v, new_k, new_v, rotary_cos=cos, rotary_sin=sin, causal=causal,
                      cache_seqlens=ints(*lengths), rotary_interleaved=interleaved,
                      return_softmax_lse=True, **more)

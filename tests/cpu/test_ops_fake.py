@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 from flash_attn3 import ops
-from flash_attn3.backends import blockwise_backward, blockwise_forward
+from flash_attn3.backends import blockwise_backward, blockwise_forward, operators, torch_attn
 from flash_attn3.backends.call import make_call
 from flash_attn3.functional import flash_attn_bwd, flash_attn_fwd
 
@@ -333,22 +333,98 @@ def backward_call(**changes):
     return dataclasses.replace(call, **changes)
 
 
+MORE_QUERIES = {"max_seqlen_q": 9, "same_seqlens": False}
+RAGGED = {"ragged_q": True, "ragged_k": True}
+
+
+@pytest.fixture
+def flash_device(monkeypatch):
+    monkeypatch.setattr(torch_attn, "_cuda_flash_device_reason", lambda call: None)
+
+
 @pytest.mark.parametrize("changes, words", [
     ({}, None),
     ({"window_left": 4, "window_right": 0, "max_seqlen_q": 9}, None),
     ({"window_left": 4, "window_right": 4}, None),
-    ({"window_left": 4, "window_right": 4, "max_seqlen_q": 9, "same_seqlens": False}, "window"),
-    ({"window_left": 4, "window_right": -1, "max_seqlen_q": 9, "same_seqlens": False}, "window"),
-    ({"window_right": 4, "ragged_q": True, "ragged_k": True, "same_seqlens": False}, "window"),
-    ({"window_right": 4, "ragged_q": True, "ragged_k": True, "same_seqlens": True}, None),
-    ({"deterministic": True}, "deterministic"),
+    ({"window_left": 4, "window_right": 4, **MORE_QUERIES}, "window"),
+    ({"window_left": 4, "window_right": -1, **MORE_QUERIES}, "window"),
+    ({"window_right": 4, **RAGGED, "same_seqlens": False}, "window"),
+    ({"window_right": 4, **RAGGED, "same_seqlens": True}, None),
+    ({"scale": 0.0}, "softmax_scale"),
+    ({"scale": -1.0}, "softmax_scale"),
     ({"batch": 70000}, "65535"),
     ({"heads": 2**18, "batch": 2**14}, "65535"),
 ])
-def test_pytorch_backward_is_taken_only_where_it_means_the_same(changes, words, monkeypatch):
-    monkeypatch.setattr(ops.torch_attn, "cuda_flash_backward_reasons", lambda call: None)
-    refusal = ops.flash_backward_refusal(backward_call(**changes), 8)
-    assert refusal is None if words is None else words in refusal
+def test_pytorch_kernel_is_taken_only_where_it_means_the_same(changes, words, flash_device):
+    """In both directions: one rule."""
+    call = backward_call(**changes)
+    for refusal in (torch_attn.cuda_flash_reasons(call),
+                    torch_attn.cuda_flash_backward_reasons(call)):
+        assert refusal is None if words is None else words in refusal
+
+
+def test_pytorch_backward_is_refused_where_its_offsets_overflow(flash_device):
+    call = backward_call(rows_q=2**25)
+    assert torch_attn.cuda_flash_reasons(call) is None
+    assert "32-bit" in torch_attn.cuda_flash_backward_reasons(call)
+
+
+@pytest.mark.parametrize("mode, kept", [("off", False), ("warn", False), ("strict", True)])
+def test_deterministic_backward_goes_to_pytorch_only_under_its_strict_flag(mode, kept,
+                                                                           flash_device):
+    """With warn_only PyTorch's flash backward stays as it was: not reproducible."""
+    call = backward_call(deterministic=True)
+    torch.use_deterministic_algorithms(mode != "off", warn_only=mode == "warn")
+    try:
+        assert operators._choose_backward(call) == ("aten_flash" if kept else "blockwise")
+        assert operators._choose_backward(backward_call()) == "aten_flash"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Aten:
+    """Stands in for torch.ops.aten: keeps the arguments and returns zeros like q, k, v."""
+
+    def __init__(self, first):
+        self.first, self.calls = first, []
+
+    def kernel(self, *args, **options):
+        self.calls.append((args, options))
+        return tuple(torch.zeros_like(t) for t in args[self.first:self.first + 3])
+
+    _flash_attention_backward = _efficient_attention_backward = kernel
+
+
+@pytest.mark.parametrize("backend, at", [
+    ("cuda_flash", dict(dout=0, out=4, lse=5)), ("efficient", dict(dout=0, out=5, lse=10))])
+@pytest.mark.parametrize("sentinel", [float("-inf"), float("inf")])
+def test_dead_rows_reach_no_pytorch_kernel(backend, at, sentinel, monkeypatch):
+    """Rows of infinite lse, NaN in their dout and out: 0, 0 and +inf (exp(s - inf) = 0) instead."""
+    stand_in = Aten(first=1)
+    monkeypatch.setattr(torch_attn, "aten", stand_in)
+    q, k, v = qkv(1, 8, 2, 64)
+    dout, out, lse = torch.randn_like(q), torch.randn_like(q), torch.randn(1, 2, 8)
+    want = [t.clone() for t in (dout, out, lse)]
+    for t, w, head_axis, bad, good in ((dout, want[0], 2, float("nan"), 0.0),
+                                       (out, want[1], 2, float("nan"), 0.0),
+                                       (lse, want[2], 1, sentinel, float("inf"))):
+        t.select(head_axis, 1).select(1, 3).fill_(bad)
+        w.select(head_axis, 1).select(1, 3).fill_(good)
+    getattr(torch_attn, f"{backend}_backward")(
+        backward_call(), dout, q, k, v, out, lse, *(None,) * 4)
+    (args, _), = stand_in.calls
+    assert torch.equal(args[at["dout"]], want[0]) and torch.equal(args[at["out"]], want[1])
+    assert torch.equal(args[at["lse"]][:, :, :8], want[2])
+
+
+def test_windows_past_every_key_are_unlimited_to_pytorch():
+    """It keeps windows in 32 bits."""
+    def window(left, right):
+        call = backward_call(window_left=left, window_right=right)
+        return torch_attn._flash_args(call, None, None, None, None)[3]
+
+    assert window(2**40, 3) == {"window_size_left": -1, "window_size_right": 3}
+    assert window(7, 2**40 + 1) == {"window_size_left": 7, "window_size_right": -1}
 
 
 def test_pytorch_backward_goes_by_head_groups_where_offsets_would_overflow(monkeypatch):
@@ -360,11 +436,12 @@ def test_pytorch_backward_goes_by_head_groups_where_offsets_would_overflow(monke
         seen.append(call.heads_kv)
         return q * 2, k * 3, v * 4
 
-    monkeypatch.setattr(ops.torch_attn, "cuda_flash_backward", kernel)
-    monkeypatch.setattr(ops, "_INT32_LIMIT", 2 * (8 + 128) * 2 * 64 + 1)
+    monkeypatch.setattr(torch_attn, "_cuda_flash_backward_heads", kernel)
+    monkeypatch.setattr(torch_attn, "_INT32_LIMIT", 2 * (8 + 128) * 2 * 64 + 1)
     q, k, v = qkv(1, 8, 6, 64, heads_kv=3)
     call = backward_call(heads=6, heads_kv=3)
-    dq, dk, dv = ops._flash_backward(call, 8, q, q, k, v, q, torch.empty(1, 6, 8), (None,) * 4)
+    dq, dk, dv = torch_attn.cuda_flash_backward(
+        call, q, q, k, v, q, torch.empty(1, 6, 8), *(None,) * 4)
     assert seen == [2, 1]
     assert torch.equal(dq, q * 2) and torch.equal(dk, k * 3) and torch.equal(dv, v * 4)
 

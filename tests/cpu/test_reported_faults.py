@@ -1,4 +1,4 @@
-"""Rows of the list of reported faults that a CPU can show, by what each checks (ids in docstrings)."""
+"""Reported faults that a CPU can show, by what each checks; ids in docstrings."""
 
 import itertools
 

@@ -47,8 +47,8 @@ def test_head_dims(dims, dtype):
     check(Case((65, 1, 300), (70, 129, 40), 3, 1, *dims, dtype=dtype, ragged=True, causal=True))
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (2, 2), (6, 2), (5, 1), (7, 7), (16, 2), (12, 4), (9, 3)],
-                         ids=str)
+@pytest.mark.parametrize(
+    "heads", [(1, 1), (2, 2), (6, 2), (5, 1), (7, 7), (16, 2), (12, 4), (9, 3)], ids=str)
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_heads(heads, d):
     check(Case((100,) * 3, (150,) * 3, *heads, d, dtype=torch.bfloat16, causal=True))

@@ -338,8 +338,11 @@ def test_fast_entry_leaves_what_is_unusual_to_the_checked_path(monkeypatch):
         assert is_left(q, k, v, *options)
     with TorchFunctionMode():
         assert is_left(q, k, v, *options)
-    monkeypatch.setenv("FLASH_ATTN3_BACKEND", "blockwise")
-    assert is_left(q, k, v, *options)
+    for variable, value in (("FLASH_ATTN3_BACKEND", "blockwise"), ("FLASH_ATTN3_CHECK", "1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            assert is_left(q, k, v, *options)
+    assert not is_left(q, k, v, *options)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
