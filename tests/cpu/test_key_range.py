@@ -38,7 +38,8 @@ int main() {
       const KeyRange k = visible_keys(m, i, sq, sk);
       for (int j = 0; j < sk; ++j, ++cases)
         if ((j >= k.lo && j <= k.hi) != sees(m, i, j, sq, sk)) {
-          std::printf("keys: sq %d sk %d window %d %d chunk %d row %d key %d\n", sq, sk, l, r, c, i, j);
+          std::printf("keys: sq %d sk %d window %d %d chunk %d row %d key %d\n", sq, sk, l, r, c,
+                      i, j);
           return 1;
         }
     }
@@ -57,8 +58,8 @@ int main() {
         const bool in_plain = n >= plain.begin && n < plain.end;
         // A needed block must be visited, and one without mask code must need none.
         if ((any && !in_visible) || (in_plain && !all) || (all && !in_plain)) {
-          std::printf("blocks: sq %d sk %d window %d %d chunk %d rows %d-%d block %d\n", sq, sk, l, r,
-                      c, first, last, n);
+          std::printf("blocks: sq %d sk %d window %d %d chunk %d rows %d-%d block %d\n", sq, sk, l,
+                      r, c, first, last, n);
           return 1;
         }
       }

@@ -383,14 +383,16 @@ def test_deterministic_backward_goes_to_pytorch_only_under_its_strict_flag(mode,
 
 
 class Aten:
-    """Stands in for torch.ops.aten: keeps the arguments and returns zeros like q, k, v."""
+    """Stands in for torch.ops.aten: keeps the arguments; gradients of one value like q, k, v."""
+
+    fill = 0.0
 
     def __init__(self, first):
         self.first, self.calls = first, []
 
     def kernel(self, *args, **options):
         self.calls.append((args, options))
-        return tuple(torch.zeros_like(t) for t in args[self.first:self.first + 3])
+        return tuple(torch.full_like(t, self.fill) for t in args[self.first:self.first + 3])
 
     _flash_attention_backward = _efficient_attention_backward = kernel
 
@@ -415,6 +417,24 @@ def test_dead_rows_reach_no_pytorch_kernel(backend, at, sentinel, monkeypatch):
     (args, _), = stand_in.calls
     assert torch.equal(args[at["dout"]], want[0]) and torch.equal(args[at["out"]], want[1])
     assert torch.equal(args[at["lse"]][:, :, :8], want[2])
+
+
+def test_rows_outside_of_ragged_sequences_reach_no_pytorch_kernel(monkeypatch):
+    """Nor does what the kernel leaves in their gradients come back."""
+    stand_in = Aten(first=1)
+    stand_in.fill = float("nan")
+    monkeypatch.setattr(torch_attn, "aten", stand_in)
+    q, k, v = qkv(10, 2, 64)
+    dout, out, lse = torch.randn_like(q), torch.randn_like(q), torch.randn(2, 10)
+    for t in (dout[8:], out[8:], lse[:, 8:]):
+        t.fill_(float("nan"))
+    cu = torch.tensor([0, 5, 8], dtype=torch.int32)
+    grads = torch_attn.cuda_flash_backward(
+        backward_call(**RAGGED, batch=2), dout, q, k, v, out, lse, cu, cu, None, None)
+    (args, _), = stand_in.calls
+    assert bool(args[0].isfinite().all() and args[4].isfinite().all())
+    assert torch.equal(args[5][:, :8], lse[:, :8]) and bool(args[5][:, 8:].isposinf().all())
+    assert all(bool((g[8:] == 0).all() and g[:8].isnan().all()) for g in grads)
 
 
 def test_windows_past_every_key_are_unlimited_to_pytorch():

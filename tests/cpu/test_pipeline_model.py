@@ -1,9 +1,9 @@
 """The barrier protocol of the forward kernel (csrc/kernels/fwd), as a model without a GPU.
 
-Scheduler, producer and consumers are generators that wait and arrive on model mbarriers in the order
-of the kernel's code; a random interleaving runs them. A protocol that can deadlock, or that lets a
-consumer read another block than its own, fails for some seed. The number of tile slots is the
-kernel's own.
+Scheduler, producer and consumers are generators that wait and arrive on model mbarriers in the
+order of the kernel's code; a random interleaving runs them. A protocol that can deadlock, or that
+lets a consumer read another block than its own, fails for some seed. The number of tile slots is
+the kernel's own.
 """
 
 import random
