@@ -74,11 +74,11 @@ class FwdFunction : public Function<FwdFunction> {
         data["deterministic"].toBool() || at::globalContext().deterministicAlgorithms();
     auto [dq, dk, dv] = bwd_op().call(
         dout, optional_of(grads[1]), saved[0], saved[1], saved[2], out, saved[4],
-        optional_of(saved[5]), optional_of(saved[6]), optional_of(saved[7]),
-        optional_of(saved[8]), data["max_seqlen_q"].toSymInt(), data["max_seqlen_k"].toSymInt(),
-        data["scale"].toDouble(), data["causal"].toBool(), data["window_left"].toSymInt(),
-        data["window_right"].toSymInt(), data["chunk"].toSymInt(), data["softcap"].toDouble(),
-        deterministic, data["sm_margin"].toSymInt());
+        optional_of(saved[5]), optional_of(saved[6]), optional_of(saved[7]), optional_of(saved[8]),
+        data["max_seqlen_q"].toSymInt(), data["max_seqlen_k"].toSymInt(), data["scale"].toDouble(),
+        data["causal"].toBool(), data["window_left"].toSymInt(), data["window_right"].toSymInt(),
+        data["chunk"].toSymInt(), data["softcap"].toDouble(), deterministic,
+        data["sm_margin"].toSymInt());
     result[0] = dq;
     result[1] = dk;
     result[2] = dv;
@@ -91,12 +91,10 @@ class BwdFunction : public Function<BwdFunction> {
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext*, const Tensor& dout, const OptionalTensor& dlse,
-                               const Tensor& q, const Tensor& k, const Tensor& v,
-                               const Tensor& out, const Tensor& lse,
-                               FLASH_ATTN3_OPTION_PARAMETERS(c10::SymInt)) {
+                               const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                               const Tensor& lse, FLASH_ATTN3_OPTION_PARAMETERS(c10::SymInt)) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [dq, dk, dv] =
-        bwd_op().call(dout, dlse, q, k, v, out, lse, FLASH_ATTN3_OPTION_ARGUMENTS);
+    auto [dq, dk, dv] = bwd_op().call(dout, dlse, q, k, v, out, lse, FLASH_ATTN3_OPTION_ARGUMENTS);
     return {dq, dk, dv};
   }
 
@@ -153,8 +151,7 @@ BwdResult bwd_autograd(const Tensor& dout, const OptionalTensor& dlse, const Ten
                               is_differentiated(k) || is_differentiated(v) ||
                               (dlse.has_value() && is_differentiated(*dlse));
   if (differentiated) {
-    auto results =
-        BwdFunction::apply(dout, dlse, q, k, v, out, lse, FLASH_ATTN3_OPTION_ARGUMENTS);
+    auto results = BwdFunction::apply(dout, dlse, q, k, v, out, lse, FLASH_ATTN3_OPTION_ARGUMENTS);
     return {std::move(results[0]), std::move(results[1]), std::move(results[2])};
   }
   at::AutoDispatchBelowADInplaceOrView guard;

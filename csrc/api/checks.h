@@ -27,8 +27,7 @@ inline void check_same_dtype(const Tensor& t, const char* name, at::ScalarType d
 }
 
 inline void check_shape(const Tensor& t, const char* name, at::IntArrayRef expected) {
-  TORCH_CHECK_VALUE(t.sizes() == expected, name, " has shape ", t.sizes(), "; expected ",
-                    expected);
+  TORCH_CHECK_VALUE(t.sizes() == expected, name, " has shape ", t.sizes(), "; expected ", expected);
 }
 
 inline void check_head_dim(int64_t dim, const char* name) {

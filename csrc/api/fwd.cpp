@@ -24,7 +24,7 @@ namespace flash_attn3::api {
 namespace {
 
 constexpr size_t kMessageSize = 512;
-constexpr int64_t kTmaAlignment = 16;              // bytes: base pointer and every stride
+constexpr int64_t kTmaAlignment = 16;                  // bytes: base pointer and every stride
 constexpr int64_t kTmaStrideLimit = int64_t{1} << 40;  // bytes
 
 struct Shape {
@@ -56,8 +56,7 @@ void throw_status(int status, const char* message) {
 bool tma_can_read(const Tensor& t) {
   const int64_t item = static_cast<int64_t>(t.element_size());
   const int64_t last = t.dim() - 1;
-  if (reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kTmaAlignment != 0 ||
-      t.stride(last) != 1) {
+  if (reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kTmaAlignment != 0 || t.stride(last) != 1) {
     return false;
   }
   for (int64_t d = 0; d < last; ++d) {
@@ -87,10 +86,10 @@ Strides strides_of(const Tensor& t, bool ragged) {
 }
 
 void check_rank(const Tensor& t, const char* name, bool ragged, const char* cu_name) {
-  TORCH_CHECK_VALUE(t.dim() == (ragged ? 3 : 4), name, " has shape ", t.sizes(), "; expected ",
-                    ragged ? "(total, heads, head dim) with "
-                           : "(batch, rows, heads, head dim) without ",
-                    cu_name);
+  TORCH_CHECK_VALUE(
+      t.dim() == (ragged ? 3 : 4), name, " has shape ", t.sizes(), "; expected ",
+      ragged ? "(total, heads, head dim) with " : "(batch, rows, heads, head dim) without ",
+      cu_name);
 }
 
 Shape check_inputs(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -122,8 +121,7 @@ Shape check_inputs(const Tensor& q, const Tensor& k, const Tensor& v,
   s.head_dim_v = v.size(-1);
   if (s.ragged_q) {
     TORCH_CHECK_VALUE(cu_seqlens_q->dim() == 1 && cu_seqlens_q->size(0) >= 1,
-                      "cu_seqlens_q has shape ", cu_seqlens_q->sizes(),
-                      "; expected (batch + 1,)");
+                      "cu_seqlens_q has shape ", cu_seqlens_q->sizes(), "; expected (batch + 1,)");
     s.batch = cu_seqlens_q->size(0) - 1;
     check_int_vector(*cu_seqlens_q, "cu_seqlens_q", s.batch + 1, device);
   } else {
@@ -139,9 +137,8 @@ Shape check_inputs(const Tensor& q, const Tensor& k, const Tensor& v,
   }
   check_head_dim(s.head_dim, "q");
   check_head_dim(s.head_dim_v, "v");
-  TORCH_CHECK_VALUE(s.heads_kv >= 1 && s.heads >= 1 && s.heads % s.heads_kv == 0, "q has ",
-                    s.heads, " heads and k has ", s.heads_kv,
-                    "; expected a multiple of the heads of k");
+  TORCH_CHECK_VALUE(s.heads_kv >= 1 && s.heads >= 1 && s.heads % s.heads_kv == 0, "q has ", s.heads,
+                    " heads and k has ", s.heads_kv, "; expected a multiple of the heads of k");
   if (seqused_q.has_value()) check_int_vector(*seqused_q, "seqused_q", s.batch, device);
   if (seqused_k.has_value()) check_int_vector(*seqused_k, "seqused_k", s.batch, device);
   return s;

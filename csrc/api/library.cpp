@@ -9,10 +9,10 @@
 
 #include "ops.h"
 
-#define FLASH_ATTN3_OPTION_SCHEMA                                                             \
-  "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "        \
-  "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, "              \
-  "SymInt window_left, SymInt window_right, SymInt attention_chunk, float softcap, "          \
+#define FLASH_ATTN3_OPTION_SCHEMA                                                      \
+  "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, " \
+  "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, "       \
+  "SymInt window_left, SymInt window_right, SymInt attention_chunk, float softcap, "   \
   "bool deterministic, SymInt sm_margin"
 
 namespace flash_attn3::api {
@@ -48,9 +48,10 @@ TORCH_LIBRARY(flash_attn3, m) {
   m.def("fwd_out(Tensor q, Tensor k, Tensor v, " FLASH_ATTN3_OPTION_SCHEMA
         ", Tensor(a!) out, Tensor(b!) lse) -> ()",
         tags);
-  m.def("bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-        FLASH_ATTN3_OPTION_SCHEMA ") -> (Tensor dq, Tensor dk, Tensor dv)",
-        tags);
+  m.def(
+      "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
+      "lse, " FLASH_ATTN3_OPTION_SCHEMA ") -> (Tensor dq, Tensor dk, Tensor dv)",
+      tags);
 }
 
 TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
@@ -64,8 +65,6 @@ TORCH_LIBRARY_IMPL(flash_attn3, Autograd, m) {
   m.impl("bwd", &bwd_autograd);
 }
 
-TORCH_LIBRARY_IMPL(flash_attn3, ADInplaceOrView, m) {
-  m.impl("fwd_out", &fwd_out_inplace);
-}
+TORCH_LIBRARY_IMPL(flash_attn3, ADInplaceOrView, m) { m.impl("fwd_out", &fwd_out_inplace); }
 
 }  // namespace flash_attn3::api

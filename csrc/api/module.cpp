@@ -186,7 +186,8 @@ bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v, bool ragged) 
   if (k.size(-1) != d || v.size(-2) != heads_kv || v.size(-3) != k.size(-3)) return false;
   if (!ragged && (k.size(0) != q.size(0) || v.size(0) != q.size(0))) return false;
   const auto* properties = at::cuda::getDeviceProperties(q.device().index());
-  return properties->major == 9 && properties->minor == 0 && compiled_for(dtype, d, dv, q.device().index());
+  return properties->major == 9 && properties->minor == 0 &&
+         compiled_for(dtype, d, dv, q.device().index());
 }
 
 bool is_int_vector(const OptionalTensor& t, int64_t length, const Tensor& q) {
@@ -203,9 +204,9 @@ PyObject* call(const Tensor& q, const Tensor& k, const Tensor& v,
   {
     // A launch waits when the queue of the device is full: other threads of Python go on meanwhile.
     py::gil_scoped_release release;
-    result = fwd_op().call(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                           max_seqlen_q, max_seqlen_k, o.scale, o.causal, o.window_left,
-                           o.window_right, o.chunk, o.softcap, o.deterministic, o.sm_margin);
+    result = fwd_op().call(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
+                           max_seqlen_k, o.scale, o.causal, o.window_left, o.window_right, o.chunk,
+                           o.softcap, o.deterministic, o.sm_margin);
   }
   py::object out = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::get<0>(result)));
   py::object lse = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::get<1>(result)));
@@ -226,8 +227,8 @@ PyObject* fwd_dense_fast(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!r.ok || is_observed() || !has_kernel(q, k, v, /*ragged=*/false)) Py_RETURN_NONE;
   const Options o = read_options(r, q);
   if (!r.ok) Py_RETURN_NONE;
-  return call(q, k, v, std::nullopt, std::nullopt, std::nullopt, std::nullopt, q.size(1),
-              k.size(1), o);
+  return call(q, k, v, std::nullopt, std::nullopt, std::nullopt, std::nullopt, q.size(1), k.size(1),
+              o);
   END_HANDLE_TH_ERRORS
 }
 
@@ -247,9 +248,8 @@ PyObject* fwd_varlen_fast(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const int64_t max_seqlen_k = r.integer();
   const OptionalTensor seqused_q = r.optional_tensor();
   const OptionalTensor seqused_k = r.optional_tensor();
-  if (!r.ok || max_seqlen_q < 0 || max_seqlen_k < 0 || is_observed() ||
-      cu_seqlens_q->dim() != 1 || cu_seqlens_q->size(0) < 1 ||
-      !has_kernel(q, k, v, /*ragged=*/true)) {
+  if (!r.ok || max_seqlen_q < 0 || max_seqlen_k < 0 || is_observed() || cu_seqlens_q->dim() != 1 ||
+      cu_seqlens_q->size(0) < 1 || !has_kernel(q, k, v, /*ragged=*/true)) {
     Py_RETURN_NONE;
   }
   const int64_t batch = cu_seqlens_q->size(0) - 1;
@@ -259,15 +259,15 @@ PyObject* fwd_varlen_fast(PyObject*, PyObject* const* args, Py_ssize_t count) {
       !is_int_vector(seqused_k, batch, q)) {
     Py_RETURN_NONE;
   }
-  return call(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
-              max_seqlen_k, o);
+  return call(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
+              o);
   END_HANDLE_TH_ERRORS
 }
 
 // METH_FASTCALL: pybind11's own conversion of eleven arguments would cost more than the operator.
 PyMethodDef kFastMethods[] = {
-    {"fwd_dense_fast",
-     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&fwd_dense_fast)), METH_FASTCALL,
+    {"fwd_dense_fast", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&fwd_dense_fast)),
+     METH_FASTCALL,
      "fwd_dense_fast(q, k, v, softmax_scale or None, causal, window_left, window_right, "
      "attention_chunk, softcap, deterministic, sm_margin) -> (out, lse), or None where the call "
      "must take the checked path. Positional only."},
@@ -283,30 +283,32 @@ PyMethodDef kFastMethods[] = {
 
 PYBIND11_MODULE(_C, m) {
   m.attr("torch_version") = py::str(TORCH_VERSION);
-  m.def("build_info", [] { return std::string(flash_attn3_build_info()); },
-        "What the kernel library was compiled from and for, in one line.");
+  m.def(
+      "build_info", [] { return std::string(flash_attn3_build_info()); },
+      "What the kernel library was compiled from and for, in one line.");
   m.def("fwd_plan", &fwd_plan,
         "Tile, resource use and grid of the kernel that a dense forward call would launch.",
-        py::arg("head_dim"), py::arg("head_dim_v"), py::arg("dtype") = "bf16",
-        py::arg("batch") = 1, py::arg("seqlen_q") = 4096, py::arg("seqlen_k") = 4096,
-        py::arg("heads") = 16, py::arg("heads_kv") = 16, py::arg("causal") = false,
-        py::arg("window_left") = -1, py::arg("window_right") = -1, py::arg("device") = 0,
-        py::arg("sm_margin") = 0);
-  m.def("device_refusal",
-        [](int64_t device) { return device_refusal(static_cast<c10::DeviceIndex>(device)); },
-        "Why the kernels can't run on this CUDA device; empty if they can.", py::arg("device"));
-  m.def("compiled_for",
-        [](const std::string& dtype, int64_t head_dim, int64_t head_dim_v, int64_t device) {
-          if (dtype != "bf16" && dtype != "fp16") {
-            throw py::value_error("dtype is '" + dtype + "'; expected 'bf16' or 'fp16'");
-          }
-          const auto fits = [](int64_t d) { return d >= 8 && d <= 256 && d % 8 == 0; };
-          return fits(head_dim) && fits(head_dim_v) &&
-                 compiled_for(dtype == "fp16" ? at::kHalf : at::kBFloat16, head_dim, head_dim_v,
-                              static_cast<c10::DeviceIndex>(device));
-        },
-        "Whether this build holds a forward kernel for these; asked of a Hopper device.",
-        py::arg("dtype"), py::arg("head_dim"), py::arg("head_dim_v"), py::arg("device") = 0);
+        py::arg("head_dim"), py::arg("head_dim_v"), py::arg("dtype") = "bf16", py::arg("batch") = 1,
+        py::arg("seqlen_q") = 4096, py::arg("seqlen_k") = 4096, py::arg("heads") = 16,
+        py::arg("heads_kv") = 16, py::arg("causal") = false, py::arg("window_left") = -1,
+        py::arg("window_right") = -1, py::arg("device") = 0, py::arg("sm_margin") = 0);
+  m.def(
+      "device_refusal",
+      [](int64_t device) { return device_refusal(static_cast<c10::DeviceIndex>(device)); },
+      "Why the kernels can't run on this CUDA device; empty if they can.", py::arg("device"));
+  m.def(
+      "compiled_for",
+      [](const std::string& dtype, int64_t head_dim, int64_t head_dim_v, int64_t device) {
+        if (dtype != "bf16" && dtype != "fp16") {
+          throw py::value_error("dtype is '" + dtype + "'; expected 'bf16' or 'fp16'");
+        }
+        const auto fits = [](int64_t d) { return d >= 8 && d <= 256 && d % 8 == 0; };
+        return fits(head_dim) && fits(head_dim_v) &&
+               compiled_for(dtype == "fp16" ? at::kHalf : at::kBFloat16, head_dim, head_dim_v,
+                            static_cast<c10::DeviceIndex>(device));
+      },
+      "Whether this build holds a forward kernel for these; asked of a Hopper device.",
+      py::arg("dtype"), py::arg("head_dim"), py::arg("head_dim_v"), py::arg("device") = 0);
   if (PyModule_AddFunctions(m.ptr(), kFastMethods) != 0) throw py::error_already_set();
 }
 

@@ -18,17 +18,15 @@ using OptionalTensor = std::optional<Tensor>;
 
 // Everything that the schemas name between v (or lse) and the end, in their order. Int is
 // c10::SymInt where sizes may be symbols (the autograd key, under a trace), int64_t on a device.
-#define FLASH_ATTN3_OPTION_PARAMETERS(Int)                                              \
-  const OptionalTensor &cu_seqlens_q, const OptionalTensor &cu_seqlens_k,               \
-      const OptionalTensor &seqused_q, const OptionalTensor &seqused_k,                 \
-      Int max_seqlen_q, Int max_seqlen_k, double softmax_scale, bool causal,            \
-      Int window_left, Int window_right, Int attention_chunk, double softcap,           \
-      bool deterministic, Int sm_margin
+#define FLASH_ATTN3_OPTION_PARAMETERS(Int)                                                    \
+  const OptionalTensor &cu_seqlens_q, const OptionalTensor &cu_seqlens_k,                     \
+      const OptionalTensor &seqused_q, const OptionalTensor &seqused_k, Int max_seqlen_q,     \
+      Int max_seqlen_k, double softmax_scale, bool causal, Int window_left, Int window_right, \
+      Int attention_chunk, double softcap, bool deterministic, Int sm_margin
 
-#define FLASH_ATTN3_OPTION_ARGUMENTS                                                    \
-  cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,         \
-      softmax_scale, causal, window_left, window_right, attention_chunk, softcap,       \
-      deterministic, sm_margin
+#define FLASH_ATTN3_OPTION_ARGUMENTS                                                           \
+  cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale, \
+      causal, window_left, window_right, attention_chunk, softcap, deterministic, sm_margin
 
 using FwdResult = std::tuple<Tensor, Tensor>;          // out, lse
 using BwdResult = std::tuple<Tensor, Tensor, Tensor>;  // dq, dk, dv
@@ -61,8 +59,8 @@ BwdSignature bwd_autograd;
 // Why no kernel runs on this device; empty if they do.
 std::string device_refusal(c10::DeviceIndex device);
 
-// True if the kernel library was compiled for these; asked of it once for each triple. `device` must
-// be one that device_refusal has nothing against.
+// True if the kernel library was compiled for these; asked of it once for each triple. `device`
+// must be one that device_refusal has nothing against.
 bool compiled_for(at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v,
                   c10::DeviceIndex device);
 

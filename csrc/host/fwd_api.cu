@@ -1,5 +1,6 @@
 // The forward half of the C interface: checks, choice of the instantiation, run-time parameters.
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -48,8 +49,11 @@ Status check(const FwdParams& in) {
   if (rows_q < 1 || rows_k < 1 || rows_q > kLongestWindow || rows_k > kLongestWindow) {
     return Status::invalid("q and k must have between 1 and 2^30 rows.");
   }
-  if (double(rows_q) / 64 * in.heads * in.batch >= double(1 << 30)) {
-    return Status::invalid("batch * heads * rows of q must stay below 2^36.");
+  // Tiles of 128 rows are counted in 32 bits.
+  const double tiles =
+      is_ragged_q(in) ? double(rows_q) / 128 + in.batch : (double(rows_q) / 128 + 1) * in.batch;
+  if (tiles * in.heads >= double(INT32_MAX)) {
+    return Status::invalid("q has too many rows times heads: 2^31 tiles of 128 rows is the limit.");
   }
   if (in.device < 0) return Status::invalid("device must not be negative.");
   if (flash_attn3_fwd_workspace_bytes(&in) > 0 && in.workspace == nullptr) {
@@ -179,9 +183,8 @@ Status run(const FwdParams* in, cudaStream_t stream, FwdPlan* plan) {
   }
   return Status::not_compiled(std::string("This build has no forward kernel for ") +
                               dtype_name(in->dtype) + " with head dims (" +
-                              std::to_string(in->head_dim) + ", " +
-                              std::to_string(in->head_dim_v) + "); it has " +
-                              flash_attn3_build_info() + ".");
+                              std::to_string(in->head_dim) + ", " + std::to_string(in->head_dim_v) +
+                              "); it has " + flash_attn3_build_info() + ".");
 }
 
 int report(const Status& status, char* message, size_t message_size) {
@@ -195,8 +198,8 @@ int report(const Status& status, char* message, size_t message_size) {
 
 bool wants_dynamic_order(const FwdParams& in) {
   if (is_ragged_q(in)) return false;
-  const double flops = 4.0 * in.batch * in.heads * double(in.max_seqlen_q) * in.max_seqlen_k *
-                       in.head_dim * 0.5;
+  const double flops =
+      4.0 * in.batch * in.heads * double(in.max_seqlen_q) * in.max_seqlen_k * in.head_dim * 0.5;
   return in.window_right >= 0 && flops >= kDynamicOrderMinimumFlops;
 }
 
@@ -253,7 +256,8 @@ void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
     constexpr int64_t kLeastRounds = 3;
     const int64_t pair_bytes =
         2 * int64_t(in.max_seqlen_k) * (in.head_dim + in.head_dim_v) / out->group;
-    const int64_t by_cache = (pairs * pair_bytes + context.l2_bytes / 2 - 1) / (context.l2_bytes / 2);
+    const int64_t by_cache =
+        (pairs * pair_bytes + context.l2_bytes / 2 - 1) / (context.l2_bytes / 2);
     const int64_t by_rounds = out->tiles / (kLeastRounds * context.sms);
     const int64_t sections = by_cache < by_rounds ? by_cache : by_rounds;
     out->section_pairs = int32_t(sections <= 1 ? pairs : (pairs + sections - 1) / sections);
@@ -287,7 +291,8 @@ int flash_attn3_fwd(const FwdParams* params, cudaStream_t stream, char* message,
 
 int flash_attn3_fwd_plan(const FwdParams* params, FwdPlan* plan, char* message,
                          size_t message_size) {
-  if (plan == nullptr) return report(Status::invalid("plan must not be null."), message, message_size);
+  if (plan == nullptr)
+    return report(Status::invalid("plan must not be null."), message, message_size);
   return report(run(params, nullptr, plan), message, message_size);
 }
 

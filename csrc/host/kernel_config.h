@@ -8,8 +8,9 @@
 
 namespace flash_attn3 {
 
-// Consumers, KV block, stages of K and V, stages of Q, Q in registers, turns. `Long`, where it stands,
-// is for long calls without a causal edge: larger tiles, which waste more where lengths are no multiple.
+// Consumers, KV block, stages of K and V, stages of Q, Q in registers, turns. `Long`, where it
+// stands, is for long calls without a causal edge: larger tiles, which waste more where lengths are
+// no multiple.
 template <int kHeadDim, int kHeadDimV>
 struct FwdScheduleOf;
 

@@ -30,7 +30,7 @@ struct FwdParams {
   const int32_t* cu_seqlens_k;  // [B + 1] or null
   const int32_t* seqused_q;     // [B] or null: rows in use of each sequence
   const int32_t* seqused_k;     // [B] or null
-  void* workspace;              // flash_attn3_fwd_workspace_bytes() bytes, any content; may be null for 0
+  void* workspace;  // flash_attn3_fwd_workspace_bytes() bytes, any content; may be null for 0
 
   Strides q_strides;
   Strides k_strides;
@@ -42,8 +42,8 @@ struct FwdParams {
   int32_t max_seqlen_k;
   int64_t total_q;  // rows of a ragged q; unused when dense
   int64_t total_k;
-  int32_t heads;     // of q and out
-  int32_t heads_kv;  // divides heads
+  int32_t heads;       // of q and out
+  int32_t heads_kv;    // divides heads
   int32_t head_dim;    // D: multiple of 8, at most 256
   int32_t head_dim_v;  // Dv
   DType dtype;
@@ -64,13 +64,13 @@ struct FwdParams {
 struct FwdPlan {
   int32_t tile_m;
   int32_t tile_n;
-  int32_t head_dim;    // compiled dimensions, at least those asked for
+  int32_t head_dim;  // compiled dimensions, at least those asked for
   int32_t head_dim_v;
   int32_t stages;
   int32_t threads;
-  int32_t registers;      // per thread at launch
-  int32_t shared_bytes;   // dynamic shared memory
-  int32_t local_bytes;    // spills; 0
+  int32_t registers;     // per thread at launch
+  int32_t shared_bytes;  // dynamic shared memory
+  int32_t local_bytes;   // spills; 0
   int32_t grid;
 };
 
@@ -78,8 +78,9 @@ struct FwdPlan {
 
 #define FLASH_ATTN3_API extern "C" __attribute__((visibility("default")))
 
-// All return 0, or 1 for invalid arguments (ValueError), 2 for a configuration that this build lacks
-// (NotImplementedError), 3 for a CUDA error (RuntimeError); then `message` holds one sentence.
+// All return 0, or 1 for invalid arguments (ValueError), 2 for a configuration that this build
+// lacks (NotImplementedError), 3 for a CUDA error (RuntimeError); then `message` holds one
+// sentence.
 FLASH_ATTN3_API int flash_attn3_fwd(const flash_attn3::FwdParams* params, cudaStream_t stream,
                                     char* message, size_t message_size);
 FLASH_ATTN3_API int flash_attn3_fwd_plan(const flash_attn3::FwdParams* params,

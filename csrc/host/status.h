@@ -1,4 +1,5 @@
-// How a failure travels inside the library: a kind and one sentence. The C interface hands out both.
+// How a failure travels inside the library: a kind and one sentence. The C interface hands out
+// both.
 #pragma once
 
 #include <string>

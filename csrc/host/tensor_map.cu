@@ -26,7 +26,8 @@ PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
 Status encode_tensor_map(const TensorMapShape& shape, CUtensorMap* map) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encoder();
   if (encode == nullptr) {
-    return Status::cuda("The CUDA driver offers no cuTensorMapEncodeTiled; it must be 12.0 or newer.");
+    return Status::cuda(
+        "The CUDA driver offers no cuTensorMapEncodeTiled; it must be 12.0 or newer.");
   }
   const cuuint64_t sizes[4] = {cuuint64_t(shape.columns), cuuint64_t(shape.rows),
                                cuuint64_t(shape.heads), cuuint64_t(shape.batch)};
@@ -36,8 +37,8 @@ Status encode_tensor_map(const TensorMapShape& shape, CUtensorMap* map) {
   const cuuint32_t box[4] = {cuuint32_t(shape.box_columns), cuuint32_t(shape.box_rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   const CUresult result = encode(
-      map, shape.is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
-      const_cast<void*>(shape.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      map, shape.is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      4, const_cast<void*>(shape.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       shape.box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return {};

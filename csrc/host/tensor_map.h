@@ -9,9 +9,9 @@
 
 namespace flash_attn3 {
 
-// A 4-D view (d, row, head, batch) of 16-bit elements with unit stride along d; strides in elements.
-// The box is box_columns x box_rows, stored with the swizzle of its width (64 or 32 columns).
-// What lies outside the tensor reads as 0.
+// A 4-D view (d, row, head, batch) of 16-bit elements with unit stride along d; strides in
+// elements. The box is box_columns x box_rows, stored with the swizzle of its width (64 or 32
+// columns). What lies outside the tensor reads as 0.
 struct TensorMapShape {
   const char* name;
   const void* data;

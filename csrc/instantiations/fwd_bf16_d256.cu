@@ -3,8 +3,8 @@
 
 namespace flash_attn3 {
 
-Status launch_fwd_bf16_d256(const FwdParams& params, const FwdContext& context,
-                            cudaStream_t stream, FwdPlan* plan) {
+Status launch_fwd_bf16_d256(const FwdParams& params, const FwdContext& context, cudaStream_t stream,
+                            FwdPlan* plan) {
   return launch_fwd_of<__nv_bfloat16, 256, 256>(params, context, stream, plan);
 }
 

@@ -2,8 +2,8 @@
 
 namespace flash_attn3 {
 
-Status launch_fwd_bf16_d96(const FwdParams& params, const FwdContext& context,
-                           cudaStream_t stream, FwdPlan* plan) {
+Status launch_fwd_bf16_d96(const FwdParams& params, const FwdContext& context, cudaStream_t stream,
+                           FwdPlan* plan) {
   return launch_fwd_of<__nv_bfloat16, 96, 96>(params, context, stream, plan);
 }
 

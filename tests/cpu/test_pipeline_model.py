@@ -1,9 +1,9 @@
 """The barrier protocol of the forward kernel (csrc/kernels/fwd), as a model without a GPU.
 
-Scheduler, producer and consumers are generators that wait and arrive on model mbarriers in the
-order of the kernel's code; a random interleaving runs them. A protocol that can deadlock, or that
-lets a consumer read another block than its own, fails for some seed. The number of tile slots is
-the kernel's own.
+Scheduler, producer, tail warp and consumers are generators that wait and arrive on model
+mbarriers in the order of the kernel's code; a random interleaving runs them. A protocol that can
+deadlock, or that lets a consumer read another block than its own, fails for some seed. The number
+of tile slots is the kernel's own.
 """
 
 import random
@@ -56,14 +56,16 @@ class Kernel:
         self.tiles, self.consumers, self.slots = tiles, consumers, slots
         self.q_stages, self.q_in_registers = q_stages, q_in_registers
         self.tile_full = [Barrier(1) for _ in range(slots)]
-        self.tile_empty = [Barrier(1 + consumers) for _ in range(slots)]
+        self.tile_empty = [Barrier(2 + consumers) for _ in range(slots)]
         self.tile = [None] * slots
         self.q_full = [[Barrier(1) for _ in range(consumers)] for _ in range(q_stages)]
         self.q_empty = [[Barrier(1) for _ in range(consumers)] for _ in range(q_stages)]
         self.q = [[None] * consumers for _ in range(q_stages)]
         self.full = {x: [Barrier(1) for _ in range(STAGES)] for x in "kv"}
         self.empty = {x: [Barrier(consumers) for _ in range(STAGES)] for x in "kv"}
+        self.v_tail = [Barrier(1) for _ in range(STAGES)]
         self.data = {x: [None] * STAGES for x in "kv"}
+        self.has_tail = [random.random() < 0.5 for _ in tiles]
         self.in_flight = []  # copies that have been issued and not yet arrived
         self.turn, self.issued = 0, [0] * consumers
         self.done = [[] for _ in range(consumers)]
@@ -91,7 +93,10 @@ class Kernel:
         def load(x, block):
             ring = rings[x]
             yield lambda: self.empty[x][ring.slot].passed(ring.parity ^ 1)
-            self.copy(self.data[x], ring.slot, block, self.full[x][ring.slot])
+            tile, n = block
+            tail = x == "v" and self.has_tail[tile] and n == self.tiles[tile] - 1
+            barrier = self.v_tail[ring.slot] if tail else self.full[x][ring.slot]
+            self.copy(self.data[x], ring.slot, "uncleared" if tail else block, barrier)
             ring.advance()
 
         first = True
@@ -115,6 +120,25 @@ class Kernel:
                 yield from load("v", (number, n + 1))
             if blocks:
                 yield from load("v", (number, 0))
+            self.tile_empty[tile_ring.slot].arrive()
+            tile_ring.advance()
+
+    def tail(self):
+        tile_ring, v_ring, parities = Ring(self.slots), Ring(STAGES), [0] * STAGES
+        while True:
+            yield lambda: self.tile_full[tile_ring.slot].passed(tile_ring.parity)
+            number, blocks = self.tile[tile_ring.slot]
+            if blocks < 0:
+                return
+            if blocks and self.has_tail[number]:
+                stage = v_ring.slot
+                yield lambda: self.v_tail[stage].passed(parities[stage])
+                parities[stage] ^= 1
+                assert self.data["v"][stage] == "uncleared"
+                self.data["v"][stage] = (number, blocks - 1)
+                self.full["v"][stage].arrive()
+            for _ in range(blocks):
+                v_ring.advance()
             self.tile_empty[tile_ring.slot].arrive()
             tile_ring.advance()
 
@@ -203,7 +227,7 @@ class Kernel:
 
     def run(self):
         """True when every actor came to its end."""
-        actors = [self.scheduler(), self.producer()]
+        actors = [self.scheduler(), self.producer(), self.tail()]
         actors += [self.consumer(w) for w in range(self.consumers)]
         waiting = {actor: next(actor) for actor in actors}
         while waiting:

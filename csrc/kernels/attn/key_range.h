@@ -1,5 +1,5 @@
-// Which keys a query sees, and which KV blocks a tile of queries needs. Plain integer arithmetic that
-// the host can run too, so that it is tested exhaustively without a GPU.
+// Which keys a query sees, and which KV blocks a tile of queries needs. Plain integer arithmetic
+// that the host can run too, so that it is tested exhaustively without a GPU.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 // Asynchronous warpgroup matrix products on plain register arrays. The instructions themselves are
 // CuTe's; shared-memory descriptors are made here, since tiles are plain swizzled panels.
 //
-// A panel is `rows` x 128 bytes (or 64 bytes, for head dims that are no multiple of 64), stored with
-// the swizzle of that width; a tile of more columns is several panels, one after the other.
+// A panel is `rows` x 128 bytes (or 64 bytes, for head dims that are no multiple of 64), stored
+// with the swizzle of that width; a tile of more columns is several panels, one after the other.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +31,8 @@ struct Panel {
   }
 };
 
-// The low word of a descriptor holds the address (in 16 bytes) and the stride between panels; the high
-// word is constant, and moving through a tile is one 32-bit addition.
+// The low word of a descriptor holds the address (in 16 bytes) and the stride between panels; the
+// high word is constant, and moving through a tile is one 32-bit addition.
 template <class P>
 constexpr uint32_t descriptor_high() {
   return uint32_t(8 * P::kBytes >> 4) | uint32_t(P::kLayoutType << 30);
@@ -64,16 +64,16 @@ namespace gmma = cute::SM90::GMMA;
 template <class Element, int N, gmma::Major kMajorB>
 struct WgmmaOp;
 
-#define FLASH_ATTN3_WGMMA(N)                                                                    \
-  template <gmma::Major kMajorB>                                                                \
-  struct WgmmaOp<__nv_bfloat16, N, kMajorB> {                                                   \
-    using Shared = gmma::MMA_64x##N##x16_F32BF16BF16_SS<gmma::Major::K, kMajorB>;               \
-    using Register = gmma::MMA_64x##N##x16_F32BF16BF16_RS<gmma::Major::K, kMajorB>;             \
-  };                                                                                            \
-  template <gmma::Major kMajorB>                                                                \
-  struct WgmmaOp<__half, N, kMajorB> {                                                          \
-    using Shared = gmma::MMA_64x##N##x16_F32F16F16_SS<gmma::Major::K, kMajorB>;                 \
-    using Register = gmma::MMA_64x##N##x16_F32F16F16_RS<gmma::Major::K, kMajorB>;               \
+#define FLASH_ATTN3_WGMMA(N)                                                        \
+  template <gmma::Major kMajorB>                                                    \
+  struct WgmmaOp<__nv_bfloat16, N, kMajorB> {                                       \
+    using Shared = gmma::MMA_64x##N##x16_F32BF16BF16_SS<gmma::Major::K, kMajorB>;   \
+    using Register = gmma::MMA_64x##N##x16_F32BF16BF16_RS<gmma::Major::K, kMajorB>; \
+  };                                                                                \
+  template <gmma::Major kMajorB>                                                    \
+  struct WgmmaOp<__half, N, kMajorB> {                                              \
+    using Shared = gmma::MMA_64x##N##x16_F32F16F16_SS<gmma::Major::K, kMajorB>;     \
+    using Register = gmma::MMA_64x##N##x16_F32F16F16_RS<gmma::Major::K, kMajorB>;   \
   };
 FLASH_ATTN3_WGMMA(64)
 FLASH_ATTN3_WGMMA(96)

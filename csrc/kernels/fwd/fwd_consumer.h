@@ -1,8 +1,9 @@
-// A consumer warpgroup: 64 query rows of every tile of its CTA. S = Q K^T, online softmax, O += P V.
+// A consumer warpgroup: 64 query rows of every tile of its CTA. S = Q K^T, online softmax, O += P
+// V.
 //
-// The KV blocks of one tile after the other form a stream. The products of the next block are issued before the
-// softmax of the current one also where the next block belongs to the next tile, so that a tile has
-// neither a prologue nor an epilogue of its own in which the matrix unit waits.
+// The KV blocks of one tile after the other form a stream. The products of the next block are
+// issued before the softmax of the current one also where the next block belongs to the next tile,
+// so that a tile has neither a prologue nor an epilogue of its own in which the matrix unit waits.
 #pragma once
 
 #include "kernels/attn/online_softmax.h"
@@ -27,9 +28,7 @@ struct StreamBlock {
   __device__ __forceinline__ bool first() const { return flags & kFirst; }
   __device__ __forceinline__ bool last() const { return flags & kLast; }
   __device__ __forceinline__ bool masked() const { return flags & kMasked; }
-  __device__ __forceinline__ bool plain() const {
-    return (flags & (kFirst | kMasked)) == 0;
-  }
+  __device__ __forceinline__ bool plain() const { return (flags & (kFirst | kMasked)) == 0; }
 };
 
 template <class T>
@@ -39,8 +38,8 @@ struct FwdConsumer {
   static constexpr int kOutputs = T::kHeadDimV / 2;
   static constexpr int kQueryRegisters = T::kQueryInRegisters ? T::kHeadDim / 4 : 1;
 
-  // Where one place holds Q of this tile and of the next, the last block is left to the general step,
-  // which frees it before the softmax.
+  // Where one place holds Q of this tile and of the next, the last block is left to the general
+  // step, which frees it before the softmax.
   static constexpr bool kLeaveLast = T::kQueryStages == 1 && !T::kQueryInRegisters;
 
   const FwdKernelParams& params;
@@ -67,12 +66,14 @@ struct FwdConsumer {
     const BlockRange plain = tile.plain[warpgroup];
     const bool masked = n < plain.begin || n >= plain.end;
     newest.n = n;
-    newest.flags = uint32_t(tile_ring.slot()) | first | (n == tile.n_begin ? StreamBlock::kLast : 0) |
+    newest.flags = uint32_t(tile_ring.slot()) | first |
+                   (n == tile.n_begin ? StreamBlock::kLast : 0) |
                    (masked ? StreamBlock::kMasked : 0);
   }
 
-  // Moves `newest` to the next block of the stream. False where the stream must end: at the last tile,
-  // and before one without blocks, whose slot would not come free while an unstored tile holds its own.
+  // Moves `newest` to the next block of the stream. False where the stream must end: at the last
+  // tile, and before one without blocks, whose slot would not come free while an unstored tile
+  // holds its own.
   __device__ __forceinline__ bool advance() {
     if (!newest.last()) {
       set_newest(newest.n - 1, 0);
@@ -136,8 +137,8 @@ struct FwdConsumer {
            P::swizzle(row, chunk % kChunks) * 16;
   }
 
-  // S of this warp's rows once more, by the warp alone: other warps need not take part. K of the block
-  // must not have been released.
+  // S of this warp's rows once more, by the warp alone: other warps need not take part. K of the
+  // block must not have been released.
   __device__ __forceinline__ void recompute_scores(uint32_t (&q)[kQueryRegisters],
                                                    float (&s)[kScores]) {
     const uint32_t k_base = shared_address(shared.k[k_ring.slot()]);
@@ -176,8 +177,8 @@ struct FwdConsumer {
     if constexpr (T::kQueryInRegisters) {
       issue_qk_register<Element, T::kBlockN, T::kHeadDim>(q, k, s);
     } else {
-      issue_qk_shared<Element, T::kBlockN, T::kHeadDim>(shared_address(shared.q[q_ring.slot()][warpgroup]),
-                                                        T::kRowsPerConsumer, k, s);
+      issue_qk_shared<Element, T::kBlockN, T::kHeadDim>(
+          shared_address(shared.q[q_ring.slot()][warpgroup]), T::kRowsPerConsumer, k, s);
     }
     wgmma_commit();
   }
@@ -277,11 +278,12 @@ struct FwdConsumer {
   // Q K^T of `newest` and P V of `current` are issued together; the softmax of `newest` runs under
   // P V and under the other warpgroups' products.
   //
-  // A plain block is not the first of its tile and needs no adjustment of its scores. Its probabilities
-  // are taken relative to the references as they are, without looking for a maximum: the matrix unit
-  // slows ordinary arithmetic down, and the maximum would be a fifth of the softmax. Only when a sum
-  // shows that a reference is too old does the warp compute its scores again and move it. (Masked
-  // blocks done so were tried: the registers of the redo spill at head dim 256.)
+  // A plain block is not the first of its tile and needs no adjustment of its scores. Its
+  // probabilities are taken relative to the references as they are, without looking for a maximum:
+  // the matrix unit slows ordinary arithmetic down, and the maximum would be a fifth of the
+  // softmax. Only when a sum shows that a reference is too old does the warp compute its scores
+  // again and move it. (Masked blocks done so were tried: the registers of the redo spill at head
+  // dim 256.)
   template <bool kPlain>
   __device__ __forceinline__ void step(Stream& t) {
     float s[kScores];
@@ -320,7 +322,8 @@ struct FwdConsumer {
     float part[2] = {0.0f, 0.0f};
     t.rows.template exponentiate<0, kHalf>(s, params.scale_log2, part);
     // P V stays under these exponentials only if nothing moves its wait above them: the compiler is
-    // kept by the pins, the assembler by a branch, a second look at a barrier that is long complete.
+    // kept by the pins, the assembler by a branch, a second look at a barrier that is long
+    // complete.
     pin_registers(s);
     pin_registers(part);
     mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());

@@ -58,8 +58,8 @@ struct FwdEpilogue {
            tile.q_base + row;
   }
 
-  // Writes the LSE and gives what O must be multiplied by; 0 for rows that exist but are not in use,
-  // or see no key. rows.sum must be finished.
+  // Writes the LSE and gives what O must be multiplied by; 0 for rows that exist but are not in
+  // use, or see no key. rows.sum must be finished.
   __device__ __forceinline__ void store_lse(const TileInfo& tile, const SoftmaxRows& rows,
                                             float (&inverse)[2]) const {
 #pragma unroll
@@ -69,8 +69,7 @@ struct FwdEpilogue {
       const bool seen = row < tile.q_len && sum != 0.0f;  // NaN counts as seen, and stays
       inverse[h] = seen ? 1.0f / sum : 0.0f;
       if (row < tile.q_rows && quad() == 0) {
-        *lse_row(tile, row) =
-            seen ? (rows.reference[h] + __log2f(sum)) * kLn2 : kMinusInfinity;
+        *lse_row(tile, row) = seen ? (rows.reference[h] + __log2f(sum)) * kLn2 : kMinusInfinity;
       }
     }
   }
@@ -89,9 +88,9 @@ struct FwdEpilogue {
         for (int j = 0; j < 4; ++j) {
           const float* pair = o + 4 * (i + j) + 2 * h;
           // O of a row without keys is no number that 0 would clear where V holds NaN.
-          r[j] = inverse[h] == 0.0f ? 0u
-                                    : pack_two<typename T::Element>(pair[0] * inverse[h],
-                                                                    pair[1] * inverse[h]);
+          r[j] = inverse[h] == 0.0f
+                     ? 0u
+                     : pack_two<typename T::Element>(pair[0] * inverse[h], pair[1] * inverse[h]);
         }
         transpose_quad(r, quad());
         const int column = (i + quad()) * 8;

@@ -4,14 +4,15 @@
 #include "kernels/fwd/fwd_consumer.h"
 #include "kernels/fwd/fwd_producer.h"
 #include "kernels/fwd/fwd_scheduler.h"
+#include "kernels/fwd/fwd_tail.h"
 
 namespace flash_attn3 {
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     fwd_kernel(const __grid_constant__ FwdKernelParams params) {
-  // Swizzled panels must start at multiples of 1,024 bytes; without static shared memory the dynamic
-  // part starts there.
+  // Swizzled panels must start at multiples of 1,024 bytes; without static shared memory the
+  // dynamic part starts there.
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& shared = *reinterpret_cast<typename T::SharedMemory*>(raw);
 
@@ -30,11 +31,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       mbarrier_init(&shared.k_empty[stage], kConsumerWarps);
       mbarrier_init(&shared.v_full[stage], 1);
       mbarrier_init(&shared.v_empty[stage], kConsumerWarps);
+      mbarrier_init(&shared.v_tail[stage], 1);
     }
-    mbarrier_init(&shared.v_tail, 1);
     for (int slot = 0; slot < T::kTileSlots; ++slot) {
       mbarrier_init(&shared.tile_full[slot], 1);
-      mbarrier_init(&shared.tile_empty[slot], 1 + kConsumerWarps);  // the producer reads it too
+      mbarrier_init(&shared.tile_empty[slot], 2 + kConsumerWarps);  // producer and tail warp too
     }
     mbarrier_init_fence();
     prefetch_tensor_map(&params.q);
@@ -48,7 +49,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     if (warp == 0) {
       FwdProducer<T>{params, shared, lane}.run();
     } else if (warp == 1) {
-      FwdScheduler<T>{params, lane}.run(shared);
+      FwdScheduler<T>{params, shared, lane}.run();
+    } else if (warp == 2) {
+      FwdTail<T>{params, shared, lane}.run();
     }
   } else {
     registers_take<T::kConsumerRegisters>();

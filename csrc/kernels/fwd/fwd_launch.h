@@ -25,16 +25,42 @@ Status encode_fwd_maps(const FwdParams& in, FwdKernelParams* out) {
   const bool ragged_k = in.cu_seqlens_k != nullptr;
   const int64_t k_rows = ragged_k ? in.total_k : in.max_seqlen_k;
   const int64_t k_batch = ragged_k ? 1 : in.batch;
-  const TensorMapShape q{"q", in.q, is_bfloat16, in.head_dim,
-                         ragged_q ? in.total_q : in.max_seqlen_q, in.heads,
-                         ragged_q ? 1 : in.batch, in.q_strides.row, in.q_strides.head,
-                         in.q_strides.batch, Panel<T::kHeadDim>::kWidth, T::kRowsPerConsumer};
-  const TensorMapShape k{"k", in.k, is_bfloat16, in.head_dim, k_rows, in.heads_kv, k_batch,
-                         in.k_strides.row, in.k_strides.head, in.k_strides.batch,
-                         Panel<T::kHeadDim>::kWidth, T::kBlockN};
-  const TensorMapShape v{"v", in.v, is_bfloat16, in.head_dim_v, k_rows, in.heads_kv, k_batch,
-                         in.v_strides.row, in.v_strides.head, in.v_strides.batch,
-                         Panel<T::kHeadDimV>::kWidth, T::kBlockN};
+  const TensorMapShape q{"q",
+                         in.q,
+                         is_bfloat16,
+                         in.head_dim,
+                         ragged_q ? in.total_q : in.max_seqlen_q,
+                         in.heads,
+                         ragged_q ? 1 : in.batch,
+                         in.q_strides.row,
+                         in.q_strides.head,
+                         in.q_strides.batch,
+                         Panel<T::kHeadDim>::kWidth,
+                         T::kRowsPerConsumer};
+  const TensorMapShape k{"k",
+                         in.k,
+                         is_bfloat16,
+                         in.head_dim,
+                         k_rows,
+                         in.heads_kv,
+                         k_batch,
+                         in.k_strides.row,
+                         in.k_strides.head,
+                         in.k_strides.batch,
+                         Panel<T::kHeadDim>::kWidth,
+                         T::kBlockN};
+  const TensorMapShape v{"v",
+                         in.v,
+                         is_bfloat16,
+                         in.head_dim_v,
+                         k_rows,
+                         in.heads_kv,
+                         k_batch,
+                         in.v_strides.row,
+                         in.v_strides.head,
+                         in.v_strides.batch,
+                         Panel<T::kHeadDimV>::kWidth,
+                         T::kBlockN};
   Status status = encode_tensor_map(q, &out->q);
   if (status.ok()) status = encode_tensor_map(k, &out->k);
   if (status.ok()) status = encode_tensor_map(v, &out->v);
@@ -64,9 +90,18 @@ Status launch_fwd(const FwdParams& in, const FwdContext& context, cudaStream_t s
   if (plan != nullptr) {
     cudaFuncAttributes attributes;
     const cudaError_t error = cudaFuncGetAttributes(&attributes, fwd_kernel<T>);
-    if (error != cudaSuccess) return cuda_status("asking for the forward kernel's resources", error);
-    *plan = {T::kBlockM, T::kBlockN, T::kHeadDim, T::kHeadDimV, T::kStages, T::kThreads,
-             attributes.numRegs, fwd_shared_bytes<T>(), int(attributes.localSizeBytes), grid};
+    if (error != cudaSuccess)
+      return cuda_status("asking for the forward kernel's resources", error);
+    *plan = {T::kBlockM,
+             T::kBlockN,
+             T::kHeadDim,
+             T::kHeadDimV,
+             T::kStages,
+             T::kThreads,
+             attributes.numRegs,
+             fwd_shared_bytes<T>(),
+             int(attributes.localSizeBytes),
+             grid};
     return {};
   }
   status = encode_fwd_maps<T>(in, &params);

@@ -11,7 +11,8 @@
 namespace flash_attn3 {
 
 enum class TileOrder : int32_t {
-  kStatic = 0,   // dense: CTA c takes tiles c, c + grid, ...; every other round reversed where tiles differ in length
+  kStatic = 0,  // dense: CTA c takes tiles c, c + grid, ...; every other round reversed where tiles
+                // differ in length
   kDynamic = 1,  // dense: an atomic counter in the workspace
   kRagged = 2,   // the workspace holds a prefix sum of the sequences' tiles, and the counter
 };
@@ -64,8 +65,8 @@ struct FwdKernelParams {
   float transform_factor;
 
   TileOrder order;
-  int32_t q_tiles;        // of a dense sequence
-  int32_t tiles;          // of a dense call
+  int32_t q_tiles;  // of a dense sequence
+  int32_t tiles;    // of a dense call
   // Of a dense call: so many (batch, head) pairs take turns, the last tile of each before the next
   // to last; 1 means one pair after the other.
   int32_t section_pairs;

@@ -3,8 +3,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "kernels/fwd/fwd_params.h"
-#include "kernels/fwd/fwd_traits.h"
+#include "kernels/fwd/fwd_tail.h"
 
 namespace flash_attn3 {
 
@@ -18,7 +17,6 @@ struct FwdProducer {
   RingPosition<T::kStages> k_ring;
   RingPosition<T::kStages> v_ring;
   RingPosition<T::kQueryStages> q_ring;
-  uint32_t tail_parity = 0;
 
   static constexpr uint64_t kReadOnce = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
   static constexpr uint64_t kReadOften = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
@@ -44,8 +42,8 @@ struct FwdProducer {
       mbarrier_wait(&shared.q_empty[q_ring.slot()][w], q_ring.parity() ^ 1);
       if (lane == 0) {
         mbarrier_arrive_expect_bytes(&shared.q_full[q_ring.slot()][w], T::kQueryBytes);
-        copy_panels<T::kHeadDim>(params.q, &shared.q_full[q_ring.slot()][w], kReadOnce, shared.q[q_ring.slot()][w],
-                                 T::kRowsPerConsumer,
+        copy_panels<T::kHeadDim>(params.q, &shared.q_full[q_ring.slot()][w], kReadOnce,
+                                 shared.q[q_ring.slot()][w], T::kRowsPerConsumer,
                                  tile.q_base + tile.row0 + w * T::kRowsPerConsumer, tile.head,
                                  tensor_batch);
       }
@@ -68,34 +66,16 @@ struct FwdProducer {
 
   __device__ __forceinline__ void load_v(const TileInfo& tile, int n, int head, int tensor_batch) {
     const int stage = v_ring.slot();
-    const int row = tile.k_base + n * T::kBlockN;
-    const int valid = tile.k_len - n * T::kBlockN;
-    // Rows past the sequence may hold anything, and P = 0 times NaN is NaN: they must be 0. Where the
-    // sequence ends with the tensor, the copy engine fills zeros by itself.
-    const bool clear_tail =
-        valid < T::kBlockN && (params.cu_seqlens_k != nullptr || params.seqused_k != nullptr);
-    uint64_t* barrier = clear_tail ? &shared.v_tail : &shared.v_full[stage];
     mbarrier_wait(&shared.v_empty[stage], v_ring.parity() ^ 1);
     if (lane == 0) {
+      // The tail warp says v_full where it has rows to clear first.
+      uint64_t* barrier =
+          has_tail<T::kBlockN>(params, tile, n) ? &shared.v_tail[stage] : &shared.v_full[stage];
       mbarrier_arrive_expect_bytes(barrier, T::kValueBytes);
-      copy_panels<T::kHeadDimV>(params.v, barrier, kReadOften, shared.v[stage], T::kBlockN, row,
-                                head, tensor_batch);
+      copy_panels<T::kHeadDimV>(params.v, barrier, kReadOften, shared.v[stage], T::kBlockN,
+                                tile.k_base + n * T::kBlockN, head, tensor_batch);
     }
     __syncwarp();
-    if (clear_tail) {
-      mbarrier_wait(&shared.v_tail, tail_parity);
-      tail_parity ^= 1;
-      using P = Panel<T::kHeadDimV>;
-      for (int panel = 0; panel < P::kCount; ++panel) {
-        uint8_t* rows = shared.v[stage] + panel * T::kBlockN * P::kBytes;
-        for (int at = valid * P::kBytes + lane * 16; at < T::kBlockN * P::kBytes; at += 32 * 16) {
-          *reinterpret_cast<uint4*>(rows + at) = make_uint4(0, 0, 0, 0);
-        }
-      }
-      fence_shared_to_async_proxy();
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(&shared.v_full[stage]);
-    }
     v_ring.advance();
   }
 

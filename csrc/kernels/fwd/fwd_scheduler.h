@@ -10,14 +10,8 @@ __device__ __forceinline__ int32_t clamp(int32_t x, int32_t lo, int32_t hi) {
   return larger(lo, smaller(x, hi));
 }
 
-// Where a sequence lies and how long it is. Values from device memory are clamped to the tensor: a
-// wrong one gives a wrong result, never a fault.
-struct SequenceSpan {
-  int32_t base;
-  int32_t rows;  // that exist
-  int32_t used;
-};
-
+// Values from device memory are clamped to the tensor: a wrong one gives a wrong result, never a
+// fault.
 __device__ __forceinline__ SequenceSpan sequence_span(const int32_t* cu_seqlens,
                                                       const int32_t* seqused, int32_t sequence,
                                                       int32_t dense_rows, int32_t total_rows) {
@@ -33,97 +27,145 @@ __device__ __forceinline__ SequenceSpan sequence_span(const int32_t* cu_seqlens,
 template <class T>
 struct FwdScheduler {
   const FwdKernelParams& params;
+  typename T::SharedMemory& shared;
   int lane;
-  int round = 0;     // of the static order
-  int position = 0;  // in the ragged plan: tile numbers only grow, so the search goes on from here
+  int round = 0;    // of the static order
+  int fetched = 0;  // of the counter, by lane 0
 
-  __device__ __forceinline__ int next_tile() {
+  // 32 neighbouring sequences of the ragged plan, one a lane: tiles first <= t < end, all heads
+  // counted. Tile numbers only grow, so the window only moves on; each CTA reads the plan once.
+  // What else is known of the sequences lies in shared memory, since this warp has few registers.
+  int window = -32;
+  int first = 0;
+  int end = 0;
+  bool spans_known = false;
+
+  // Asks for the next tile's number; take_tile() waits for the answer, which meanwhile may travel.
+  __device__ __forceinline__ void fetch_tile() {
     if (params.order == TileOrder::kStatic) {
       const int grid = gridDim.x;
       // Tiles lie longest first: turning every other round evens out what the CTAs get.
       const bool turn = params.section_pairs > 1 && (round & 1);
-      const int tile = round * grid + (turn ? grid - 1 - int(blockIdx.x) : int(blockIdx.x));
+      fetched = round * grid + (turn ? grid - 1 - int(blockIdx.x) : int(blockIdx.x));
       ++round;
-      return tile;
+    } else if (lane == 0) {
+      fetched = atomicAdd(params.workspace + RaggedPlan::kCounter, 1);
     }
-    int tile = 0;
-    if (lane == 0) tile = atomicAdd(params.workspace + RaggedPlan::kCounter, 1);
-    return __shfl_sync(0xffffffffu, tile, 0);
   }
 
-  // Which sequence of the plan holds this tile (all heads of a sequence lie together).
-  __device__ __forceinline__ void find_sequence(int tile) {
+  __device__ __forceinline__ int take_tile() { return __shfl_sync(0xffffffffu, fetched, 0); }
+
+  __device__ __forceinline__ SequenceSpan q_span(int sequence) const {
+    return sequence_span(params.cu_seqlens_q, params.seqused_q, sequence, params.seqlen_q,
+                         params.total_q);
+  }
+
+  __device__ __forceinline__ SequenceSpan k_span(int sequence) const {
+    return sequence_span(params.cu_seqlens_k, params.seqused_k, sequence, params.seqlen_k,
+                         params.total_k);
+  }
+
+  // Moves the window to the sequence that holds this tile, and gives its lane; -1 where none does,
+  // which only overlapping sequences bring about.
+  __device__ __forceinline__ int find_lane(int tile) {
     const int32_t* first_tile = params.workspace + RaggedPlan::kHeader + params.batch;
     for (;;) {
-      const int candidate = position + 1 + lane;
-      const bool before =
-          candidate < params.batch && first_tile[candidate] * params.heads <= tile;
-      const int passed = __popc(__ballot_sync(0xffffffffu, before));
-      position += passed;
-      if (passed < 32) return;
+      const unsigned holder = __ballot_sync(0xffffffffu, first <= tile && tile < end);
+      if (holder != 0) return __ffs(holder) - 1;
+      window += 32;
+      if (window >= params.batch) return -1;
+      const int index = smaller(window + lane, params.batch - 1);
+      first = first_tile[index] * params.heads;
+      end = first_tile[index + 1] * params.heads;
+      spans_known = false;
     }
   }
 
-  __device__ __forceinline__ bool make_tile(int tile, TileInfo& info) {
-    int q_tile;
+  __device__ __forceinline__ void know_spans() {
+    if (spans_known) return;
+    const int index = smaller(window + lane, params.batch - 1);
+    const int batch = params.workspace[RaggedPlan::kHeader + index];
+    shared.window[lane] = {batch, q_span(batch), k_span(batch)};
+    spans_known = true;
+    __syncwarp();
+  }
+
+  // Lane 0 writes the tile's slot; false where there is no such tile.
+  __device__ __forceinline__ bool write_tile(int tile, TileInfo& info) {
+    int holder = 0;
     if (params.order == TileOrder::kRagged) {
-      const int32_t* plan = params.workspace + RaggedPlan::kHeader;
-      if (tile >= params.workspace[RaggedPlan::kTiles] * params.heads) return false;
-      find_sequence(tile);
-      const int first = plan[params.batch + position];
-      const int q_tiles = plan[params.batch + position + 1] - first;
-      const int within = tile - first * params.heads;
-      info.batch = plan[position];
-      info.head = within / q_tiles;
-      q_tile = q_tiles - 1 - within % q_tiles;
-    } else {
-      if (tile >= params.tiles) return false;
-      const int per_section = params.section_pairs * params.q_tiles;
-      const int section = tile / per_section;
-      const int first_pair = section * params.section_pairs;
-      const int pairs =
-          smaller(params.section_pairs, params.batch * params.heads - first_pair);
-      const int within = tile - section * per_section;
-      const int pair = first_pair + within % pairs;
-      q_tile = params.q_tiles - 1 - within / pairs;
-      info.batch = pair / params.heads;
-      info.head = pair - info.batch * params.heads;
+      holder = find_lane(tile);
+      if (holder < 0) return false;
+      know_spans();
     }
-    const SequenceSpan q = sequence_span(params.cu_seqlens_q, params.seqused_q, info.batch,
-                                         params.seqlen_q, params.total_q);
-    const SequenceSpan k = sequence_span(params.cu_seqlens_k, params.seqused_k, info.batch,
-                                         params.seqlen_k, params.total_k);
-    info.row0 = q_tile * T::kBlockM;
-    info.q_len = q.used;
-    info.q_rows = q.rows;
-    info.k_len = k.used;
-    info.q_base = q.base;
-    info.k_base = k.base;
-    const BlockRange blocks =
-        visible_blocks(params.mask, info.row0, smaller(info.row0 + T::kBlockM, q.used) - 1, q.used,
-                       k.used, T::kBlockN);
-    info.n_begin = blocks.begin;
-    info.n_end = blocks.end;
-    for (int w = 0; w < T::kConsumers; ++w) {
-      const int first_row = info.row0 + w * T::kRowsPerConsumer;
-      const int last_row = smaller(first_row + T::kRowsPerConsumer, q.used) - 1;
-      info.plain[w] =
-          unmasked_blocks(params.mask, first_row, last_row, q.used, k.used, T::kBlockN);
+    const int first_tile = __shfl_sync(0xffffffffu, first, holder);
+    const int end_tile = __shfl_sync(0xffffffffu, end, holder);
+    if (lane == 0) {
+      int q_tile;
+      PlannedSequence sequence;
+      if (params.order == TileOrder::kRagged) {
+        sequence = shared.window[holder];
+        const int q_tiles = (end_tile - first_tile) / params.heads;
+        const int within = tile - first_tile;
+        info.head = within / q_tiles;
+        q_tile = q_tiles - 1 - within % q_tiles;
+      } else {
+        const int per_section = params.section_pairs * params.q_tiles;
+        const int section = tile / per_section;
+        const int first_pair = section * params.section_pairs;
+        const int pairs = smaller(params.section_pairs, params.batch * params.heads - first_pair);
+        const int within = tile - section * per_section;
+        const int pair = first_pair + within % pairs;
+        q_tile = params.q_tiles - 1 - within / pairs;
+        sequence.batch = pair / params.heads;
+        info.head = pair - sequence.batch * params.heads;
+        sequence.q = q_span(sequence.batch);
+        sequence.k = k_span(sequence.batch);
+      }
+      fill_tile(sequence, q_tile * T::kBlockM, info);
     }
+    __syncwarp();
     return true;
   }
 
-  __device__ __forceinline__ void run(typename T::SharedMemory& shared) {
+  __device__ __forceinline__ void fill_tile(const PlannedSequence& sequence, int row0,
+                                            TileInfo& info) const {
+    const int q_len = sequence.q.used;
+    const int k_len = sequence.k.used;
+    info.batch = sequence.batch;
+    info.row0 = row0;
+    info.q_len = q_len;
+    info.q_rows = sequence.q.rows;
+    info.k_len = k_len;
+    info.q_base = sequence.q.base;
+    info.k_base = sequence.k.base;
+    const BlockRange blocks = visible_blocks(
+        params.mask, row0, smaller(row0 + T::kBlockM, q_len) - 1, q_len, k_len, T::kBlockN);
+    info.n_begin = blocks.begin;
+    info.n_end = blocks.end;
+#pragma unroll 1
+    for (int w = 0; w < T::kConsumers; ++w) {
+      const int first_row = row0 + w * T::kRowsPerConsumer;
+      const int last_row = smaller(first_row + T::kRowsPerConsumer, q_len) - 1;
+      info.plain[w] = unmasked_blocks(params.mask, first_row, last_row, q_len, k_len, T::kBlockN);
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    const int tiles = params.order == TileOrder::kRagged
+                          ? params.workspace[RaggedPlan::kTiles] * params.heads
+                          : params.tiles;
     RingPosition<T::kTileSlots> ring;
+    fetch_tile();
     for (;;) {
-      TileInfo info;
-      const bool more = make_tile(next_tile(), info);
-      if (!more) info.batch = -1;
+      const int tile = take_tile();
+      bool more = tile < tiles;
+      if (more) fetch_tile();
       mbarrier_wait(&shared.tile_empty[ring.slot()], ring.parity() ^ 1);
-      if (lane == 0) {
-        shared.tiles[ring.slot()] = info;
-        mbarrier_arrive(&shared.tile_full[ring.slot()]);
-      }
+      TileInfo& info = shared.tiles[ring.slot()];
+      more = more && write_tile(tile, info);
+      if (!more && lane == 0) info.batch = -1;
+      if (lane == 0) mbarrier_arrive(&shared.tile_full[ring.slot()]);
       __syncwarp();
       if (!more) return;
       ring.advance();

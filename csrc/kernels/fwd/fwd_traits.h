@@ -10,8 +10,8 @@ namespace flash_attn3 {
 
 // How warpgroups take turns.
 enum class Turns {
-  kFree,         // no order
-  kIssue,        // ping-pong: products are issued in turn, so one's softmax meets the other's products
+  kFree,   // no order
+  kIssue,  // ping-pong: products are issued in turn, so one's softmax meets the other's products
 };
 
 template <int kConsumers_, int kBlockN_, int kStages_, int kQueryStages_, bool kQueryInRegisters_,
@@ -26,6 +26,19 @@ struct FwdSchedule {
 };
 
 constexpr int kMaxConsumers = 3;
+
+// Where a sequence lies and how long it is.
+struct SequenceSpan {
+  int32_t base;  // row of the tensor
+  int32_t rows;  // that exist
+  int32_t used;
+};
+
+struct PlannedSequence {
+  int32_t batch;
+  SequenceSpan q;
+  SequenceSpan k;
+};
 
 // One unit of work, written by the scheduler warp, read by the producer and all consumers.
 struct TileInfo {
@@ -55,7 +68,8 @@ struct FwdTraits : Schedule {
   static constexpr int kRowsPerConsumer = 64;
   static constexpr int kBlockM = kConsumers * kRowsPerConsumer;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kTileSlots = 4;  // one not yet stored, the newest, the next, one being written
+  static constexpr int kTileSlots =
+      4;  // one not yet stored, the newest, the next, one being written
 
   // 65,536 registers: what the producer warpgroup gives back, the consumers take.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
@@ -78,10 +92,11 @@ struct FwdTraits : Schedule {
     uint64_t k_empty[kStages];
     uint64_t v_full[kStages];
     uint64_t v_empty[kStages];
-    uint64_t v_tail;  // a V block whose last rows the producer must clear before it says v_full
+    uint64_t v_tail[kStages];  // a V block has arrived whose last rows are to be cleared
     uint64_t tile_full[kTileSlots];
     uint64_t tile_empty[kTileSlots];
     alignas(16) TileInfo tiles[kTileSlots];
+    PlannedSequence window[32];  // the scheduler's own
   };
 };
 
@@ -89,7 +104,9 @@ struct FwdTraits : Schedule {
 template <int kSlots>
 class RingPosition {
  public:
-  __device__ __forceinline__ int slot() const { return kPowerOfTwo ? at_ & (kSlots - 1) : at_ >> 1; }
+  __device__ __forceinline__ int slot() const {
+    return kPowerOfTwo ? at_ & (kSlots - 1) : at_ >> 1;
+  }
   __device__ __forceinline__ uint32_t parity() const {
     return kPowerOfTwo ? at_ / kSlots & 1 : at_ & 1;
   }
