@@ -232,14 +232,12 @@ struct FwdConsumer {
     }
   }
 
-  __device__ __forceinline__ void take_turn() {
-    if (T::kTurns != Turns::kFree) named_barrier_sync(kTurn + warpgroup, 256);
-  }
+  // Ping-pong: warpgroups issue their products in turn, so that the softmax of one meets the
+  // products of another. Each takes one turn a step, and all take the same number.
+  __device__ __forceinline__ void take_turn() { named_barrier_sync(kTurn + warpgroup, 256); }
 
   __device__ __forceinline__ void pass_turn() {
-    if (T::kTurns != Turns::kFree) {
-      named_barrier_arrive(kTurn + (warpgroup + 1) % T::kConsumers, 256);
-    }
+    named_barrier_arrive(kTurn + (warpgroup + 1) % T::kConsumers, 256);
   }
 
   // The last block of a tile has been exponentiated: its LSE is known before its O is.
@@ -386,7 +384,7 @@ struct FwdConsumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (T::kTurns != Turns::kFree && warpgroup == T::kConsumers - 1) {
+    if (warpgroup == T::kConsumers - 1) {
       named_barrier_arrive(kTurn, 256);  // the first turn is warpgroup 0's
     }
     Stream t;

@@ -8,21 +8,15 @@
 
 namespace flash_attn3 {
 
-// How warpgroups take turns.
-enum class Turns {
-  kFree,   // no order
-  kIssue,  // ping-pong: products are issued in turn, so one's softmax meets the other's products
-};
-
-template <int kConsumers_, int kBlockN_, int kStages_, int kQueryStages_, bool kQueryInRegisters_,
-          Turns kTurns_>
+// What kernel_config.h chooses for a pair of head dims. KV blocks are kBlockN keys; K and V have
+// kStages places each, Q has kQueryStages.
+template <int kConsumers_, int kBlockN_, int kStages_, int kQueryStages_, bool kQueryInRegisters_>
 struct FwdSchedule {
-  static constexpr int kQueryStages = kQueryStages_;
   static constexpr int kConsumers = kConsumers_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kStages = kStages_;
+  static constexpr int kQueryStages = kQueryStages_;
   static constexpr bool kQueryInRegisters = kQueryInRegisters_;
-  static constexpr Turns kTurns = kTurns_;
 };
 
 constexpr int kMaxConsumers = 3;
@@ -40,7 +34,8 @@ struct PlannedSequence {
   SequenceSpan k;
 };
 
-// One unit of work, written by the scheduler warp, read by the producer and all consumers.
+// One unit of work, written by the scheduler warp, read by producer, tail warp and all
+// consumers.
 struct TileInfo {
   int32_t batch;  // -1: no more work
   int32_t head;
@@ -68,8 +63,8 @@ struct FwdTraits : Schedule {
   static constexpr int kRowsPerConsumer = 64;
   static constexpr int kBlockM = kConsumers * kRowsPerConsumer;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kTileSlots =
-      4;  // one not yet stored, the newest, the next, one being written
+  // One tile not yet stored, the newest, the next, one being written.
+  static constexpr int kTileSlots = 4;
 
   // 65,536 registers: what the producer warpgroup gives back, the consumers take.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
