@@ -106,9 +106,11 @@ class Kernel:
             if blocks < 0:
                 return
             if blocks:
-                if first or self.q_stages == 1:
+                if first and self.q_stages > 1:
                     yield from load_q(number)
                 yield from load("k", (number, blocks - 1))
+                if self.q_stages == 1:
+                    yield from load_q(number)
             first = False
             ahead = tile_ring.next()
             yield lambda: self.tile_full[ahead.slot].passed(ahead.parity)

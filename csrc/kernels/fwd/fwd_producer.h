@@ -134,8 +134,10 @@ struct FwdProducer {
       const int k_batch = params.cu_seqlens_k != nullptr ? 0 : tile.batch;
       const int head_kv = tile.head / params.group;
       if (any_block) {
-        if (first || T::kQueryStages == 1) load_q(tile);
+        if (first && T::kQueryStages > 1) load_q(tile);
         load_k(tile, tile.n_end - 1, head_kv, k_batch);
+        // The only place for Q comes free later than the first one for K.
+        if (T::kQueryStages == 1) load_q(tile);
       }
       first = false;
       look_ahead();

@@ -156,12 +156,21 @@ struct FwdScheduler {
                           ? params.workspace[RaggedPlan::kTiles] * params.heads
                           : params.tiles;
     RingPosition<T::kTileSlots> ring;
-    fetch_tile();
+    // Many small tiles: the counter's answer travels while the tile before is planned. Few large
+    // ones: none is claimed before there is a slot for it.
+    const bool early = params.order == TileOrder::kRagged;
+    if (early) fetch_tile();
     for (;;) {
+      if (!early) {
+        mbarrier_wait(&shared.tile_empty[ring.slot()], ring.parity() ^ 1);
+        fetch_tile();
+      }
       const int tile = take_tile();
       bool more = tile < tiles;
-      if (more) fetch_tile();
-      mbarrier_wait(&shared.tile_empty[ring.slot()], ring.parity() ^ 1);
+      if (early) {
+        if (more) fetch_tile();
+        mbarrier_wait(&shared.tile_empty[ring.slot()], ring.parity() ^ 1);
+      }
       TileInfo& info = shared.tiles[ring.slot()];
       more = more && write_tile(tile, info);
       if (!more && lane == 0) info.batch = -1;

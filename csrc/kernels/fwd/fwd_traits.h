@@ -63,8 +63,9 @@ struct FwdTraits : Schedule {
   static constexpr int kRowsPerConsumer = 64;
   static constexpr int kBlockM = kConsumers * kRowsPerConsumer;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  // One tile not yet stored, the newest, the next, one being written.
-  static constexpr int kTileSlots = 4;
+  // A tile not yet stored, the newest, and the next, which the producer looks ahead to. More slots
+  // would claim tiles of the dynamic order long before they run, and end unevenly.
+  static constexpr int kTileSlots = 3;
 
   // 65,536 registers: what the producer warpgroup gives back, the consumers take.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
