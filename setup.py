@@ -177,7 +177,14 @@ def binding_commands(kind: BuildKind) -> dict:
         BINDING_SOURCES,
         include_dirs=[str(ROOT / "csrc")],
         libraries=["flash_attn3_sm90"],
-        extra_compile_args={"cxx": ["-O2", "-g0", "-fvisibility=hidden", "-Wall"]},
+        # The release is named so that objects made for another torch in the same folder are
+        # stale, whatever the time stamps of its headers say.
+        extra_compile_args={
+            "cxx": [
+                "-O2", "-g0", "-fvisibility=hidden", "-Wall",
+                f"-DFLASH_ATTN3_BUILT_FOR_TORCH={torch.version}",
+            ]
+        },
         extra_link_args=["-Wl,-rpath,$ORIGIN", "-Wl,-s"],
     )
     # The kernel library has its own static copy of the runtime, and the wheels of CUDA have no
@@ -190,8 +197,12 @@ def binding_commands(kind: BuildKind) -> dict:
 
         def run(self):
             library = prebuilt
+            base = self.get_finalized_command("build").build_base
+            if self.editable_mode:
+                # setuptools gives a folder that it throws away: each `pip install -e .` would
+                # compile the binding anew.
+                self.build_temp = os.path.join(base, f"temp.{sys.implementation.cache_tag}")
             if library is None:
-                base = self.get_finalized_command("build").build_base
                 chosen = kernel_build(base)
                 kernel_library.build_library(chosen, jobs)
                 library = chosen.output
