@@ -25,6 +25,8 @@ OLDEST_CUTLASS = (4, 0)
 NVCC_WHEELS = 'pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]"'
 SKIP_HINT = "or set FLASH_ATTN3_SKIP_CUDA=1 to install the fallback alone"
 
+USUAL_ROOT = Path("/usr/local/cuda")
+
 # Where the CUDA wheels lie inside site-packages, newest first.
 _WHEEL_ROOTS = ("nvidia/cu14", "nvidia/cu13")
 
@@ -173,7 +175,7 @@ def _nvcc_candidates(environ) -> list[Path]:
     on_path = shutil.which("nvcc", path=environ.get("PATH"))
     if on_path:
         candidates.append(Path(on_path))
-    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    candidates.append(USUAL_ROOT / "bin" / "nvcc")
     candidates += [root / "bin" / "nvcc" for root in _wheel_roots()]
     return candidates
 
@@ -203,17 +205,18 @@ def find_toolkit(environ=os.environ) -> Toolkit | None:
 def find_cuda_headers(environ=os.environ) -> Path:
     """A CUDA root for the binding alone, which needs the runtime's headers and no compiler."""
     roots = [Path(environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
-    roots.append(Path("/usr/local/cuda"))
+    roots.append(USUAL_ROOT)
     roots += _wheel_roots()
     for root in roots:
-        if cuda_root_with_headers(root):
+        # torch's own wheels bring the first of these headers without the second.
+        if cuda_root_with_headers(root) and (root / "include" / "crt" / "host_config.h").is_file():
             return root.resolve()  # as find_toolkit gives it: one build's objects serve the other
     toolkit = find_toolkit(environ)
     if toolkit is not None:
         return toolkit.root
     raise BuildError(
-        "the CUDA runtime headers (cuda_runtime_api.h) were not found: set CUDA_HOME, or "
-        f"pip install nvidia-cuda-runtime, {SKIP_HINT}."
+        "the CUDA runtime headers (cuda_runtime_api.h, crt/host_config.h) were not found: set "
+        f'CUDA_HOME, or pip install "cuda-toolkit[cudart,crt]", {SKIP_HINT}.'
     )
 
 

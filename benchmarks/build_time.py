@@ -23,6 +23,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "_build"))
+
+import toolchain  # noqa: E402
+
 SWITCHES = ("FLASH_ATTN3_HEAD_DIMS", "FLASH_ATTN3_DTYPES", "FLASH_ATTN3_PASSES", "MAX_JOBS")
 INTERVAL = 0.2
 BEGIN, END = "<!-- build figures: begin -->", "<!-- build figures: end -->"
@@ -140,13 +144,13 @@ def main() -> int:
         **here,
         **{name.lower(): os.environ[name] for name in SWITCHES if os.environ.get(name)},
     }
-    version = re.search(r"V([\d.]+)", _output("nvcc", "--version") or "")
+    toolkit = toolchain.find_toolkit()  # the one that setup.py takes
     head = {
         "what": "build",
         "device": device,
         "driver": None,
         "torch": _output(sys.executable, "-c", "import torch; print(torch.__version__)"),
-        "cuda": version[1] if version else None,
+        "cuda": toolkit.version if toolkit else None,
         "commit": _output("git", "rev-parse", "HEAD"),
         "date": datetime.date.today().isoformat(),
     }
