@@ -1,8 +1,10 @@
 // The forward half of the C interface: checks, choice of the instantiation, run-time parameters.
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <mutex>
 #include <string>
 
 #include "host/fwd_dispatch.h"
@@ -12,6 +14,7 @@
 namespace flash_attn3 {
 
 Status cuda_status(const char* doing, cudaError_t error) {
+  (void)cudaGetLastError();  // reported here, not by the next good call
   return Status::cuda(std::string("CUDA error while ") + doing + ": " + cudaGetErrorString(error));
 }
 
@@ -52,8 +55,8 @@ Status check(const FwdParams& in) {
   // Tiles of 128 rows are counted in 32 bits.
   const double tiles =
       is_ragged_q(in) ? double(rows_q) / 128 + in.batch : (double(rows_q) / 128 + 1) * in.batch;
-  if (tiles * in.heads >= double(INT32_MAX)) {
-    return Status::invalid("q has too many rows times heads: 2^31 tiles of 128 rows is the limit.");
+  if (tiles * in.heads >= double(1 << 30)) {
+    return Status::invalid("q has too many rows times heads: 2^30 tiles of 128 rows is the limit.");
   }
   if (in.device < 0) return Status::invalid("device must not be negative.");
   if (flash_attn3_fwd_workspace_bytes(&in) > 0 && in.workspace == nullptr) {
@@ -63,14 +66,16 @@ Status check(const FwdParams& in) {
 }
 
 struct DeviceInfo {
-  bool known = false;
   int major = 0, minor = 0;
   FwdContext context{};
 };
 
+// Asked once per device; several threads may ask at a time.
 Status device_info(int device, DeviceInfo* info) {
   static DeviceInfo cache[kMaxDevices];
-  if (device < kMaxDevices && cache[device].known) {
+  static std::atomic<bool> known[kMaxDevices];
+  static std::mutex writing;
+  if (device < kMaxDevices && known[device].load(std::memory_order_acquire)) {
     *info = cache[device];
     return {};
   }
@@ -85,8 +90,11 @@ Status device_info(int device, DeviceInfo* info) {
   }
   if (error != cudaSuccess) return cuda_status("asking for the device's properties", error);
   info->context = {sms, l2};
-  info->known = true;
-  if (device < kMaxDevices) cache[device] = *info;
+  if (device < kMaxDevices) {
+    const std::lock_guard<std::mutex> lock(writing);
+    cache[device] = *info;
+    known[device].store(true, std::memory_order_release);
+  }
   return {};
 }
 
@@ -224,7 +232,7 @@ void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
   out->group = in.heads / in.heads_kv;
   out->head_dim_v = in.head_dim_v;
   out->mask = {bounded_window(in.window_left), bounded_window(in.window_right),
-               in.attention_chunk > 0 ? in.attention_chunk : 0};
+               in.attention_chunk > 0 ? smaller(in.attention_chunk, kLongestWindow) : 0};
 
   // The kernel wants a positive scale, whose exponents it can compare with a row's reference.
   constexpr float kLog2E = 1.4426950408889634f;
@@ -246,7 +254,7 @@ void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
                : wants_dynamic_order(in) ? TileOrder::kDynamic
                                          : TileOrder::kStatic;
   out->q_tiles = blocks_for(in.max_seqlen_q, tile_m);
-  out->tiles = out->q_tiles * in.heads * in.batch;
+  out->tiles = is_ragged_q(in) ? 0 : out->q_tiles * in.heads * in.batch;
   // Causal: the longest tiles come first, so that the last to be handed out are short. All heads at
   // once would read every K and V from memory again for each tile, so heads are taken in sections
   // that fit half of L2, as long as a section is work for a few rounds of all SMs.
@@ -256,8 +264,8 @@ void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
     constexpr int64_t kLeastRounds = 3;
     const int64_t pair_bytes =
         2 * int64_t(in.max_seqlen_k) * (in.head_dim + in.head_dim_v) / out->group;
-    const int64_t by_cache =
-        (pairs * pair_bytes + context.l2_bytes / 2 - 1) / (context.l2_bytes / 2);
+    const int64_t cache = context.l2_bytes / 2 + 1;
+    const int64_t by_cache = (pairs * pair_bytes + cache - 1) / cache;
     const int64_t by_rounds = out->tiles / (kLeastRounds * context.sms);
     const int64_t sections = by_cache < by_rounds ? by_cache : by_rounds;
     out->section_pairs = int32_t(sections <= 1 ? pairs : (pairs + sections - 1) / sections);

@@ -7,16 +7,17 @@ namespace flash_attn3 {
 namespace {
 
 constexpr int kPlanThreads = 1024;
-constexpr int kFillBlocks = 16;  // beside the planning one
+constexpr int kFillBlocks = 64;  // beside the planning one
 
-// Inclusive prefix sum over the block.
-__device__ int block_prefix_sum(int value, int* warp_sums) {
+// Inclusive prefix sum over the block, not beyond `most`, so that overlapping sequences can make
+// neither more tiles than the tensor has nor a sum that wraps.
+__device__ int block_prefix_sum(int value, int most, int* warp_sums) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const int other = __shfl_up_sync(0xffffffffu, value, distance);
-    if (lane >= distance) value += other;
+    if (lane >= distance) value = smaller(value + other, most);
   }
   if (lane == 31) warp_sums[warp] = value;
   __syncthreads();
@@ -25,14 +26,14 @@ __device__ int block_prefix_sum(int value, int* warp_sums) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int other = __shfl_up_sync(0xffffffffu, sum, distance);
-      if (lane >= distance) sum += other;
+      if (lane >= distance) sum = smaller(sum + other, most);
     }
     warp_sums[lane] = sum;
   }
   __syncthreads();
   const int before = warp == 0 ? 0 : warp_sums[warp - 1];
   __syncthreads();
-  return before + value;
+  return smaller(before + value, most);
 }
 
 __device__ void plan_sequences(const FwdKernelParams& params, int tile_m) {
@@ -65,6 +66,7 @@ __device__ void plan_sequences(const FwdKernelParams& params, int tile_m) {
     }
     __syncthreads();
   }
+  const int most = params.total_q / tile_m + params.batch;
   int total = 0;
   for (int start = 0; start < params.batch; start += kPlanThreads) {
     const int index = start + thread;
@@ -74,8 +76,8 @@ __device__ void plan_sequences(const FwdKernelParams& params, int tile_m) {
       if (!sorted) sequence[index] = index;
       tiles = blocks_for(span(b).rows, tile_m);
     }
-    const int inclusive = block_prefix_sum(tiles, warp_sums);
-    if (index < params.batch) first_tile[index] = total + inclusive - tiles;
+    const int inclusive = block_prefix_sum(tiles, most - total, warp_sums);
+    if (index < params.batch) first_tile[index] = total + larger(inclusive - tiles, 0);
     __syncthreads();
     total += warp_sums[31];
     __syncthreads();
@@ -92,16 +94,19 @@ __device__ void fill_uncovered_rows(const FwdKernelParams& params, int element_b
   const int first = clamp(params.cu_seqlens_q[0], 0, params.total_q);
   const int last = clamp(params.cu_seqlens_q[params.batch], first, params.total_q);
   const int rows = first + params.total_q - last;
-  for (int i = blockIdx.x - 1; i < rows; i += gridDim.x - 1) {
-    const int64_t row = i < first ? i : last + (i - first);
-    for (int head = threadIdx.x / 32; head < params.heads; head += kPlanThreads / 32) {
-      char* out = static_cast<char*>(params.out) +
-                  element_bytes * (row * params.out_strides.row + head * params.out_strides.head);
-      for (int at = threadIdx.x % 32 * 16; at < element_bytes * params.head_dim_v; at += 32 * 16) {
-        *reinterpret_cast<uint4*>(out + at) = make_uint4(0, 0, 0, 0);
-      }
-      if (threadIdx.x % 32 == 0) params.lse[head * params.lse_head_stride + row] = kMinusInfinity;
+  const int warps = (gridDim.x - 1) * (kPlanThreads / 32);
+  const int64_t pairs = int64_t(rows) * params.heads;  // a warp each
+  for (int64_t i = int64_t(blockIdx.x - 1) * (kPlanThreads / 32) + threadIdx.x / 32; i < pairs;
+       i += warps) {
+    const int nth = int(i / params.heads);
+    const int head = int(i % params.heads);
+    const int64_t row = nth < first ? nth : last + (nth - first);
+    char* out = static_cast<char*>(params.out) +
+                element_bytes * (row * params.out_strides.row + head * params.out_strides.head);
+    for (int at = threadIdx.x % 32 * 16; at < element_bytes * params.head_dim_v; at += 32 * 16) {
+      *reinterpret_cast<uint4*>(out + at) = make_uint4(0, 0, 0, 0);
     }
+    if (threadIdx.x % 32 == 0) params.lse[head * params.lse_head_stride + row] = kMinusInfinity;
   }
 }
 

@@ -17,7 +17,10 @@ PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
   const cudaError_t error =
       cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
 #endif
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) {
+    (void)cudaGetLastError();  // or the next launch would report it
+    return nullptr;
+  }
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
 }
 
@@ -36,11 +39,21 @@ Status encode_tensor_map(const TensorMapShape& shape, CUtensorMap* map) {
                                  cuuint64_t(shape.batch_stride) * 2};
   const cuuint32_t box[4] = {cuuint32_t(shape.box_columns), cuuint32_t(shape.box_rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
-  const CUresult result = encode(
-      map, shape.is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      4, const_cast<void*>(shape.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      shape.box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode_map = [&] {
+    return encode(
+        map, shape.is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        4, const_cast<void*>(shape.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        shape.box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode_map();
+  if (result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_NOT_INITIALIZED) {
+    // A thread that has made no runtime call yet has no context: bind the device's own.
+    int device = 0;
+    if (cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess) {
+      result = encode_map();
+    }
+  }
   if (result == CUDA_SUCCESS) return {};
   return Status::cuda(std::string("The CUDA driver refused the tensor map of ") + shape.name +
                       " (error " + std::to_string(int(result)) + "): rows " +

@@ -1,5 +1,8 @@
 """Rows of the list of reported faults on the forward kernel, by what each checks (ids in docs)."""
 
+import math
+import threading
+
 import pytest
 import torch
 from support.cases import Case
@@ -221,3 +224,50 @@ def test_wrong_lengths_are_no_fault():
         torch.cuda.synchronize()
     check(Case((64,), (64,), 2, 1, 64, dtype=torch.bfloat16))
     assert torch.cuda.is_available()
+
+
+def test_a_thread_that_has_done_nothing_yet():
+    """TMA descriptors are encoded by the driver, which wants a context in the calling thread."""
+    q, k, v = (torch.randn(1, 256, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    want = flash_attn3.flash_attn_func(q, k, v)
+    got = []
+    thread = threading.Thread(target=lambda: got.append(flash_attn3.flash_attn_func(q, k, v)))
+    thread.start()
+    thread.join()
+    assert len(got) == 1 and torch.equal(got[0], want)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("garbage", ["large", "nan"])
+def test_unused_rows_of_q_change_no_bit_of_used_ones(d, garbage):
+    """C07 and api.md, meaning 7: rows of one warp share decisions, but not with unused rows."""
+    used = torch.tensor([8], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(1, s, 2, d, device="cuda", dtype=torch.bfloat16)
+               for s in (16, 1024, 1024))
+    cu_q = torch.tensor([0, 16], dtype=torch.int32, device="cuda")
+    cu_k = torch.tensor([0, 1024], dtype=torch.int32, device="cuda")
+    results = []
+    for fill in (0.0, 100.0 if garbage == "large" else math.nan):
+        x = q.clone()
+        x[:, 8:] *= fill
+        results.append(flash_attn3.flash_attn_varlen_func(
+            x[0], k[0], v[0], cu_q, cu_k, 16, 1024, seqused_q=used, return_attn_probs=True))
+    (out, lse), (other_out, other_lse) = results
+    assert torch.equal(out, other_out) and torch.equal(lse, other_lse)
+    assert bool((out[8:] == 0).all()) and bool(torch.isfinite(out).all())
+
+
+def test_a_chunk_as_large_as_an_int():
+    """C32: a chunk of 2^31 - 1 is one chunk from position 0 on; earlier positions see nothing."""
+    q, k, v = (torch.randn(1, s, 1, 64, device="cuda", dtype=torch.bfloat16) for s in (128, 64, 64))
+    out = flash_attn3.flash_attn_func(q, k, v, attention_chunk=2 ** 31 - 1)
+    assert bool((out[:, :64] == 0).all())
+    want = flash_attn3.flash_attn_func(q[:, 64:], k, v)
+    assert torch.allclose(out[:, 64:].float(), want.float(), atol=1e-2)
+
+
+def test_runs_of_tiles_without_keys():
+    """C02, C08: sequences without keys between others, more in a row than the kernel has slots."""
+    lengths_q, lengths_k = (300,) + (200,) * 12 + (300,), (300,) + (0,) * 12 + (300,)
+    for d in (64, 128, 256):
+        check(Case(lengths_q, lengths_k, 2, 2, d, ragged=True, dtype=torch.bfloat16))

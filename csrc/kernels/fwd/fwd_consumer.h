@@ -105,9 +105,13 @@ struct FwdConsumer {
     return true;
   }
 
-  // Waits for the newest tile's Q; with Q in registers, its place is free again at once.
+  // Waits for the newest tile's Q; with Q in registers, its place is free again at once. Rows that
+  // are not in use become 0: what they hold would reach no result, but could make a warp move the
+  // references of its other rows, and so change their bits.
   __device__ __forceinline__ void take_q(uint32_t (&q)[kQueryRegisters]) {
     mbarrier_wait(&shared.q_full[q_ring.slot()][warpgroup], q_ring.parity());
+    const TileInfo& tile = shared.tiles[tile_ring.slot()];
+    const int used = tile.q_len - tile.row0 - warpgroup * T::kRowsPerConsumer;
     if constexpr (T::kQueryInRegisters) {
 #pragma unroll
       for (int k = 0; k < T::kHeadDim / 16; ++k) {
@@ -116,8 +120,35 @@ struct FwdConsumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) q[4 * k + i] = fragment[i];
       }
+      if (used < T::kRowsPerConsumer) {
+        const int row = thread() / 32 * 16 + thread() % 32 / 4;
+#pragma unroll
+        for (int i = 0; i < T::kHeadDim / 4; ++i) {
+          if (row + 8 * (i % 2) >= used) q[i] = 0;
+        }
+      }
+      fence_shared_to_async_proxy();  // read before the copy engine writes here again
       release_q();
+    } else if (used < T::kRowsPerConsumer) {
+      clear_q_rows(used);
     }
+  }
+
+  // Each warp clears its own rows from `used` on; all of them before the warpgroup's next product.
+  __device__ __forceinline__ void clear_q_rows(int used) {
+    using P = Panel<T::kHeadDim>;
+    const int warp_row = thread() / 32 * 16;
+#pragma unroll 1
+    for (int panel = 0; panel < P::kCount; ++panel) {
+      uint8_t* rows =
+          shared.q[q_ring.slot()][warpgroup] + (panel * T::kRowsPerConsumer + warp_row) * P::kBytes;
+      for (int at = larger(used - warp_row, 0) * P::kBytes + thread() % 32 * 16;
+           at < 16 * P::kBytes; at += 32 * 16) {
+        *reinterpret_cast<uint4*>(rows + at) = make_uint4(0, 0, 0, 0);
+      }
+    }
+    fence_shared_to_async_proxy();
+    named_barrier_sync(kQueryCleared + warpgroup, 128);
   }
 
   // Columns 16 k .. 16 k + 15 of this warp's rows of Q, as the A operand of a product.
@@ -342,6 +373,7 @@ struct FwdConsumer {
       const bool too_old = !(part[0] < kLargestBlockSum) || !(part[1] < kLargestBlockSum);
       if (__any_sync(0xffffffffu, too_old)) [[unlikely]] {
         recompute_scores(t.q, s);
+        fence_shared_to_async_proxy();  // K and Q read before the copy engine writes there again
         if (t.rows.move_references(s, params.scale_log2, factor)) scale_rows(t.o, factor);
         part[0] = part[1] = 0.0f;
         t.rows.template exponentiate<0, kScores>(s, params.scale_log2, part);

@@ -1,6 +1,7 @@
 // FwdParams to a launch of one compiled forward kernel. Included by the instantiations alone.
 #pragma once
 
+#include <atomic>
 #include <type_traits>
 
 #include <cuda.h>
@@ -70,12 +71,12 @@ Status encode_fwd_maps(const FwdParams& in, FwdKernelParams* out) {
 // Once per device: more than 48 KB of shared memory must be asked for.
 template <class T>
 Status prepare_fwd_kernel(int device) {
-  static bool prepared[kMaxDevices] = {};
-  if (device < kMaxDevices && prepared[device]) return {};
+  static std::atomic<bool> prepared[kMaxDevices];
+  if (device < kMaxDevices && prepared[device].load()) return {};
   const cudaError_t error = cudaFuncSetAttribute(
       fwd_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, fwd_shared_bytes<T>());
   if (error != cudaSuccess) return cuda_status("preparing the forward kernel", error);
-  if (device < kMaxDevices) prepared[device] = true;
+  if (device < kMaxDevices) prepared[device].store(true);
   return {};
 }
 
