@@ -1,4 +1,4 @@
-"""Where a kernel's warps wait: ncu's samples by instruction, summed over stretches between branches.
+"""Where a kernel's warps wait: ncu's samples by instruction, summed between branches.
 
 On the GPU machine, one launch of a kernel library (benchmarks/one_call.py makes it):
 
