@@ -8,6 +8,8 @@ import dataclasses
 
 import torch
 
+import reference
+
 fa3 = torch.ops.flash_attn3
 
 
@@ -63,69 +65,14 @@ def ragged(lengths_q, lengths_k, heads=4, heads_kv=2, d=64, extra=0, dtype=torch
     return (q, k, v), Options(max(lengths_q), max(lengths_k), cu_q, cu_k, **options)
 
 
-# ---- reference -----------------------------------------------------------------------------------
-
-
-def plain_sequence(q, k, v, o: Options):
-    """One sequence, (rows, heads, dim), in the dtype of q; every operation written out."""
-    rows_q, rows_k = q.shape[0], k.shape[0]
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("ihd,jhd->hij", q, k) * o.scale
-    if o.softcap > 0:
-        scores = o.softcap * torch.tanh(scores / o.softcap)
-    position = torch.arange(rows_q, device=q.device)[:, None] + rows_k - rows_q
-    key = torch.arange(rows_k, device=q.device)[None]
-    left, right = o.window[0], 0 if o.causal else o.window[1]
-    seen = torch.ones(rows_q, rows_k, dtype=torch.bool, device=q.device)
-    if left >= 0:
-        seen &= key >= position - left
-    if right >= 0:
-        seen &= key <= position + right
-    if o.chunk > 0:
-        seen &= torch.div(key, o.chunk, rounding_mode="floor") == torch.div(
-            position, o.chunk, rounding_mode="floor")
-    # A row without keys: probabilities 0, and no NaN in its gradient either.
-    any_seen = seen.any(-1)[None, :, None]
-    scores = scores.masked_fill(~seen, float("-inf")).masked_fill(~any_seen, 0.0)
-    out = torch.einsum("hij,jhd->ihd", torch.softmax(scores, -1) * any_seen, v)
-    lse = scores.logsumexp(-1).masked_fill(~any_seen[..., 0], float("-inf"))
-    return out, lse
-
-
-def plain(q, k, v, o: Options):
-    """(out, lse) of a whole call, sequence by sequence; 0 and -inf in rows that are not used."""
-    is_ragged = o.cu_q is not None
-    batch = o.cu_q.shape[0] - 1 if is_ragged else q.shape[0]
-    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-    shape = (q.shape[1], q.shape[0]) if is_ragged else (batch, q.shape[2], q.shape[1])
-    lse = q.new_full(shape, float("-inf"))
-    for b in range(batch):
-        if is_ragged:
-            start_q, end_q = o.cu_q[b].item(), o.cu_q[b + 1].item()
-            start_k, end_k = o.cu_k[b].item(), o.cu_k[b + 1].item()
-        else:
-            start_q, end_q, start_k, end_k = 0, q.shape[1], 0, k.shape[1]
-        if o.used_q is not None:
-            end_q = start_q + o.used_q[b].item()
-        if o.used_k is not None:
-            end_k = start_k + o.used_k[b].item()
-        rows, keys = slice(start_q, end_q), slice(start_k, end_k)
-        if is_ragged:
-            out[rows], lse[:, rows] = plain_sequence(q[rows], k[keys], v[keys], o)
-        else:
-            out[b, rows], lse[b, :, rows] = plain_sequence(
-                q[b, rows], k[b, keys], v[b, keys], o)
-    return out, lse
-
-
 def plain_with_gradients(tensors, o, dout, dlse, dtype):
-    leaves = [t.detach().to(dtype).requires_grad_() for t in tensors]
-    out, lse = plain(*leaves, o)
-    loss = (out * dout.to(dtype)).sum()
-    if dlse is not None:
-        loss = loss + (lse.masked_fill(lse == float("-inf"), 0.0) * dlse.to(dtype)).sum()
-    return out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)
+    """(out, lse, dq, dk, dv) of tests/reference.py."""
+    lengths = (None if t is None else t.tolist() for t in (o.cu_q, o.cu_k, o.used_q, o.used_k))
+    options = dict(zip(("cu_q", "cu_k", "used_q", "used_k"), lengths), scale=o.scale,
+                   causal=o.causal, window=o.window, chunk=o.chunk, softcap=o.softcap, dtype=dtype)
+    with torch.no_grad():
+        out, lse = reference.attention(*tensors, **options)
+    return out, lse, *reference.gradients(dout, dlse, *tensors, **options)
 
 
 def assert_as_good_as_plain(name, got, plain_result, exact, factor, floor=1e-5):
