@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from providers import require
 from results import ResultsFile, default_path, header
 from timing import first_line
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -123,9 +124,8 @@ def peer_calls() -> tuple[dict[str, dict[str, Call]], dict[str, str]]:
     makers: dict[str, Callable[[], dict[str, Call]]] = {
         "fa2": lambda: _sdpa_calls(SDPBackend.FLASH_ATTENTION),
         "cudnn": lambda: _sdpa_calls(SDPBackend.CUDNN_ATTENTION),
-        "fa3": lambda: _interface_calls(__import__("flash_attn_interface")),
-        "fa4": lambda: _interface_calls(
-            __import__("flash_attn.cute", fromlist=["flash_attn_func"])),
+        "fa3": lambda: _interface_calls(require("fa3_fwd_interface")),
+        "fa4": lambda: _interface_calls(require("flash_attn.cute")),
     }
     for name, make in makers.items():
         try:

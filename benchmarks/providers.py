@@ -27,7 +27,8 @@ def _import(module: str):
         return f"import {module}: {type(error).__name__}: {first_line(error)}"
 
 
-def _require(module: str):
+def require(module: str):
+    """A peer's module; Unavailable, with the reason, where it can't be imported."""
     found = _import(module)
     if isinstance(found, str):
         raise Unavailable(found)
@@ -61,24 +62,27 @@ def setup_cudnn(case: Case, inputs: Inputs):
     return _setup_sdpa("CUDNN_ATTENTION", case, inputs)
 
 
-def _flash_call(module, case: Case, inputs: Inputs, **options):
-    """A call by the interface that FA3, FA4 and this package share."""
-    q, k, v = inputs.q, inputs.k, inputs.v
-    options["causal"] = case.causal
+def _options(case: Case, inputs: Inputs) -> dict[str, object]:
+    """The call's keywords, as FA3, FA4, this package and its kernel library name them."""
+    options: dict[str, object] = {"causal": case.causal}
     if case.window != (-1, -1):
         options["window_size"] = case.window
-    if not case.ragged:
-        return lambda: module.flash_attn_func(q, k, v, **options)
-    return lambda: module.flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q=inputs.cu_seqlens,
-        cu_seqlens_k=inputs.cu_seqlens,
-        max_seqlen_q=inputs.max_seqlen,
-        max_seqlen_k=inputs.max_seqlen,
-        **options,
-    )
+    if case.ragged:
+        options.update(
+            cu_seqlens_q=inputs.cu_seqlens,
+            cu_seqlens_k=inputs.cu_seqlens,
+            max_seqlen_q=inputs.max_seqlen,
+            max_seqlen_k=inputs.max_seqlen,
+        )
+    return options
+
+
+def _flash_call(module, case: Case, inputs: Inputs):
+    """A call by the interface that FA3, FA4 and this package share."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    options = _options(case, inputs)
+    call = module.flash_attn_varlen_func if case.ragged else module.flash_attn_func
+    return lambda: call(q, k, v, **options)
 
 
 def setup_fa3(case: Case, inputs: Inputs):
@@ -87,28 +91,20 @@ def setup_fa3(case: Case, inputs: Inputs):
         raise Unavailable("fp16 is compiled out of the wheel fa3-fwd")
     if case.window != (-1, -1):
         raise Unavailable("local windows are compiled out of the wheel fa3-fwd")
-    return _flash_call(_require("fa3_fwd_interface"), case, inputs)
+    return _flash_call(require("fa3_fwd_interface"), case, inputs)
 
 
 def setup_fa4(case: Case, inputs: Inputs):
     """FlashAttention-4, wheel flash-attn-4. Each configuration compiles at its first call."""
     if case.section != "dense":
         raise Unavailable("not asked for outside the dense points (it compiles each new case)")
-    return _flash_call(_require("flash_attn.cute"), case, inputs)
+    return _flash_call(require("flash_attn.cute"), case, inputs)
 
 
 def setup_ours(case: Case, inputs: Inputs):
     """flash_attn3, refused when the call would run on the fallback."""
-    module = _require("flash_attn3")
-    kwargs = {"causal": case.causal, "window_size": case.window}
-    if case.ragged:
-        kwargs.update(
-            cu_seqlens_q=inputs.cu_seqlens,
-            cu_seqlens_k=inputs.cu_seqlens,
-            max_seqlen_q=inputs.max_seqlen,
-            max_seqlen_k=inputs.max_seqlen,
-        )
-    chosen = module.backend_for(inputs.q, inputs.k, inputs.v, **kwargs)
+    module = require("flash_attn3")
+    chosen = module.backend_for(inputs.q, inputs.k, inputs.v, **_options(case, inputs))
     if chosen.name != "sm90":
         why = chosen.reasons.get("sm90", "not chosen")
         raise Unavailable(f"runs on the fallback {chosen.name}, not on sm90: {why}")
@@ -119,16 +115,8 @@ def library_setup(library: KernelLibrary) -> Setup:
     """A column for one kernel library, called by ctypes."""
 
     def setup(case: Case, inputs: Inputs):
-        options = {"causal": case.causal, "window_size": case.window}
-        if case.ragged:
-            options.update(
-                cu_seqlens_q=inputs.cu_seqlens,
-                cu_seqlens_k=inputs.cu_seqlens,
-                max_seqlen_q=inputs.max_seqlen,
-                max_seqlen_k=inputs.max_seqlen,
-            )
         try:
-            call = library.prepare(inputs.q, inputs.k, inputs.v, **options)
+            call = library.prepare(inputs.q, inputs.k, inputs.v, **_options(case, inputs))
             call.plan()  # a configuration that this build lacks is refused here
         except NotImplementedError as error:
             raise Unavailable(first_line(error)) from error
