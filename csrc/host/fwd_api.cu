@@ -260,7 +260,7 @@ void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
   // that fit half of L2, as long as a section is work for a few rounds of all SMs.
   const int64_t pairs = int64_t(in.batch) * in.heads;
   out->section_pairs = 1;
-  if (in.window_right >= 0) {
+  if (in.window_right >= 0 && out->order != TileOrder::kRagged) {
     constexpr int64_t kLeastRounds = 3;
     const int64_t pair_bytes =
         2 * int64_t(in.max_seqlen_k) * (in.head_dim + in.head_dim_v) / out->group;

@@ -88,7 +88,7 @@ struct FwdConsumer {
   __device__ __forceinline__ bool start_tile() {
     const TileInfo& tile = shared.tiles[tile_ring.slot()];
     mbarrier_wait(&shared.tile_full[tile_ring.slot()], tile_ring.parity());
-    if (tile.batch < 0 || tile.n_begin >= tile.n_end) return false;
+    if (tile.head < 0 || tile.n_begin >= tile.n_end) return false;
     set_newest(tile.n_end - 1, StreamBlock::kFirst);
     return true;
   }
@@ -97,7 +97,7 @@ struct FwdConsumer {
   __device__ __forceinline__ bool start_stream() {
     while (!start_tile()) {
       const TileInfo& tile = shared.tiles[tile_ring.slot()];
-      if (tile.batch < 0) return false;
+      if (tile.head < 0) return false;
       epilogue.store_nothing(tile);
       release(&shared.tile_empty[tile_ring.slot()]);
       tile_ring.advance();

@@ -46,16 +46,15 @@ struct FwdEpilogue {
   static __device__ __forceinline__ int quad() { return threadIdx.x % 4; }
 
   __device__ __forceinline__ typename T::Element* out_row(const TileInfo& tile, int row) const {
-    const int64_t batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
-    return static_cast<typename T::Element*>(params.out) + batch * params.out_strides.batch +
+    return static_cast<typename T::Element*>(params.out) +
+           int64_t(tile.q_batch) * params.out_strides.batch +
            (int64_t(tile.q_base) + row) * params.out_strides.row +
            int64_t(tile.head) * params.out_strides.head;
   }
 
   __device__ __forceinline__ float* lse_row(const TileInfo& tile, int row) const {
-    const int64_t batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
-    return params.lse + batch * params.lse_batch_stride + tile.head * params.lse_head_stride +
-           tile.q_base + row;
+    return params.lse + tile.q_batch * params.lse_batch_stride +
+           tile.head * params.lse_head_stride + tile.q_base + row;
   }
 
   // Writes the LSE and gives what O must be multiplied by; 0 for rows that exist but are not in

@@ -16,6 +16,8 @@ namespace flash_attn3 {
 
 template <class T>
 constexpr int fwd_shared_bytes() {
+  static_assert(sizeof(typename T::SharedMemory) <= 227 * 1024,
+                "more than a CTA of sm_90 can have");
   return int(sizeof(typename T::SharedMemory));
 }
 

@@ -35,7 +35,6 @@ struct FwdProducer {
   }
 
   __device__ __forceinline__ void load_q(const TileInfo& tile) {
-    const int tensor_batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
 #pragma unroll 1
     for (int w = 0; w < T::kConsumers; ++w) {
       // Waits until consumer w has read its part of the tile before.
@@ -45,26 +44,27 @@ struct FwdProducer {
         copy_panels<T::kHeadDim>(params.q, &shared.q_full[q_ring.slot()][w], kReadOnce,
                                  shared.q[q_ring.slot()][w], T::kRowsPerConsumer,
                                  tile.q_base + tile.row0 + w * T::kRowsPerConsumer, tile.head,
-                                 tensor_batch);
+                                 tile.q_batch);
       }
       __syncwarp();
     }
     q_ring.advance();
   }
 
-  __device__ __forceinline__ void load_k(const TileInfo& tile, int n, int head, int tensor_batch) {
+  __device__ __forceinline__ void load_k(const TileInfo& tile, int n) {
     const int stage = k_ring.slot();
     mbarrier_wait(&shared.k_empty[stage], k_ring.parity() ^ 1);
     if (lane == 0) {
       mbarrier_arrive_expect_bytes(&shared.k_full[stage], T::kKeyBytes);
       copy_panels<T::kHeadDim>(params.k, &shared.k_full[stage], kReadOften, shared.k[stage],
-                               T::kBlockN, tile.k_base + n * T::kBlockN, head, tensor_batch);
+                               T::kBlockN, tile.k_base + n * T::kBlockN, tile.head_kv,
+                               tile.k_batch);
     }
     __syncwarp();
     k_ring.advance();
   }
 
-  __device__ __forceinline__ void load_v(const TileInfo& tile, int n, int head, int tensor_batch) {
+  __device__ __forceinline__ void load_v(const TileInfo& tile, int n) {
     const int stage = v_ring.slot();
     mbarrier_wait(&shared.v_empty[stage], v_ring.parity() ^ 1);
     if (lane == 0) {
@@ -73,7 +73,7 @@ struct FwdProducer {
           has_tail<T::kBlockN>(params, tile, n) ? &shared.v_tail[stage] : &shared.v_full[stage];
       mbarrier_arrive_expect_bytes(barrier, T::kValueBytes);
       copy_panels<T::kHeadDimV>(params.v, barrier, kReadOften, shared.v[stage], T::kBlockN,
-                                tile.k_base + n * T::kBlockN, head, tensor_batch);
+                                tile.k_base + n * T::kBlockN, tile.head_kv, tile.k_batch);
     }
     __syncwarp();
     v_ring.advance();
@@ -83,19 +83,16 @@ struct FwdProducer {
   __device__ __forceinline__ void prefetch_tile(const TileInfo& tile) {
     if (lane != 0) return;
     const int row = tile.k_base + (tile.n_end - 1) * T::kBlockN;
-    const int batch = params.cu_seqlens_k != nullptr ? 0 : tile.batch;
-    const int head = tile.head / params.group;
-    prefetch_panels<T::kHeadDim>(params.k, row, head, batch);
-    prefetch_panels<T::kHeadDimV>(params.v, row, head, batch);
+    prefetch_panels<T::kHeadDim>(params.k, row, tile.head_kv, tile.k_batch);
+    prefetch_panels<T::kHeadDimV>(params.v, row, tile.head_kv, tile.k_batch);
     if (tile.n_end - 2 >= tile.n_begin) {
-      prefetch_panels<T::kHeadDim>(params.k, row - T::kBlockN, head, batch);
-      prefetch_panels<T::kHeadDimV>(params.v, row - T::kBlockN, head, batch);
+      prefetch_panels<T::kHeadDim>(params.k, row - T::kBlockN, tile.head_kv, tile.k_batch);
+      prefetch_panels<T::kHeadDimV>(params.v, row - T::kBlockN, tile.head_kv, tile.k_batch);
     }
     if constexpr (T::kQueryStages == 1) {
-      const int q_batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
       for (int w = 0; w < T::kConsumers; ++w) {
         prefetch_panels<T::kHeadDim>(params.q, tile.q_base + tile.row0 + w * T::kRowsPerConsumer,
-                                     tile.head, q_batch);
+                                     tile.head, tile.q_batch);
       }
     }
   }
@@ -117,7 +114,7 @@ struct FwdProducer {
     next.advance();
     mbarrier_wait(&shared.tile_full[next.slot()], next.parity());
     const TileInfo& tile = shared.tiles[next.slot()];
-    if (tile.batch < 0 || tile.n_begin >= tile.n_end) return;
+    if (tile.head < 0 || tile.n_begin >= tile.n_end) return;
     prefetch_tile(tile);
     if constexpr (T::kQueryStages > 1) load_q(tile);
   }
@@ -129,13 +126,11 @@ struct FwdProducer {
       mbarrier_wait(&shared.tile_full[tile_ring.slot()], tile_ring.parity());
       // Read where it lies: this warp has few registers.
       const TileInfo& tile = shared.tiles[tile_ring.slot()];
-      if (tile.batch < 0) return;
+      if (tile.head < 0) return;
       const bool any_block = tile.n_begin < tile.n_end;
-      const int k_batch = params.cu_seqlens_k != nullptr ? 0 : tile.batch;
-      const int head_kv = tile.head / params.group;
       if (any_block) {
         if (first && T::kQueryStages > 1) load_q(tile);
-        load_k(tile, tile.n_end - 1, head_kv, k_batch);
+        load_k(tile, tile.n_end - 1);
         // The only place for Q comes free later than the first one for K.
         if (T::kQueryStages == 1) load_q(tile);
       }
@@ -144,10 +139,10 @@ struct FwdProducer {
       if (any_block) {
 #pragma unroll 1
         for (int n = tile.n_end - 2; n >= tile.n_begin; --n) {
-          load_k(tile, n, head_kv, k_batch);
-          load_v(tile, n + 1, head_kv, k_batch);
+          load_k(tile, n);
+          load_v(tile, n + 1);
         }
-        load_v(tile, tile.n_begin, head_kv, k_batch);
+        load_v(tile, tile.n_begin);
       }
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&shared.tile_empty[tile_ring.slot()]);

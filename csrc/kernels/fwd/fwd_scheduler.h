@@ -15,8 +15,9 @@ __device__ __forceinline__ int32_t clamp(int32_t x, int32_t lo, int32_t hi) {
 __device__ __forceinline__ SequenceSpan sequence_span(const int32_t* cu_seqlens,
                                                       const int32_t* seqused, int32_t sequence,
                                                       int32_t dense_rows, int32_t total_rows) {
-  SequenceSpan span{0, dense_rows, dense_rows};
+  SequenceSpan span{sequence, 0, dense_rows, dense_rows};
   if (cu_seqlens != nullptr) {
+    span.batch = 0;
     span.base = clamp(cu_seqlens[sequence], 0, total_rows);
     span.rows = clamp(cu_seqlens[sequence + 1], span.base, total_rows) - span.base;
   }
@@ -84,8 +85,8 @@ struct FwdScheduler {
   __device__ __forceinline__ void know_spans() {
     if (spans_known) return;
     const int index = smaller(window + lane, params.batch - 1);
-    const int batch = params.workspace[RaggedPlan::kHeader + index];
-    shared.window[lane] = {batch, q_span(batch), k_span(batch)};
+    const int sequence = params.workspace[RaggedPlan::kHeader + index];
+    shared.window[lane] = {q_span(sequence), k_span(sequence)};
     spans_known = true;
     __syncwarp();
   }
@@ -117,10 +118,9 @@ struct FwdScheduler {
         const int within = tile - section * per_section;
         const int pair = first_pair + within % pairs;
         q_tile = params.q_tiles - 1 - within / pairs;
-        sequence.batch = pair / params.heads;
-        info.head = pair - sequence.batch * params.heads;
-        sequence.q = q_span(sequence.batch);
-        sequence.k = k_span(sequence.batch);
+        const int batch = pair / params.heads;
+        info.head = pair - batch * params.heads;
+        sequence = {q_span(batch), k_span(batch)};
       }
       fill_tile(sequence, q_tile * T::kBlockM, info);
     }
@@ -132,12 +132,14 @@ struct FwdScheduler {
                                             TileInfo& info) const {
     const int q_len = sequence.q.used;
     const int k_len = sequence.k.used;
-    info.batch = sequence.batch;
+    info.head_kv = info.head / params.group;
     info.row0 = row0;
     info.q_len = q_len;
     info.q_rows = sequence.q.rows;
     info.k_len = k_len;
+    info.q_batch = sequence.q.batch;
     info.q_base = sequence.q.base;
+    info.k_batch = sequence.k.batch;
     info.k_base = sequence.k.base;
     const BlockRange blocks = visible_blocks(
         params.mask, row0, smaller(row0 + T::kBlockM, q_len) - 1, q_len, k_len, T::kBlockN);
@@ -173,7 +175,7 @@ struct FwdScheduler {
       }
       TileInfo& info = shared.tiles[ring.slot()];
       more = more && write_tile(tile, info);
-      if (!more && lane == 0) info.batch = -1;
+      if (!more && lane == 0) info.head = -1;
       if (lane == 0) mbarrier_arrive(&shared.tile_full[ring.slot()]);
       __syncwarp();
       if (!more) return;

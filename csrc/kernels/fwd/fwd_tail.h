@@ -46,7 +46,7 @@ struct FwdTail {
     for (;;) {
       mbarrier_wait(&shared.tile_full[tile_ring.slot()], tile_ring.parity());
       const TileInfo& tile = shared.tiles[tile_ring.slot()];
-      if (tile.batch < 0) return;
+      if (tile.head < 0) return;
       if (tile.n_begin < tile.n_end) {
         const int last = tile.n_end - 1;  // visited first
         if (has_tail<T::kBlockN>(params, tile, last)) {

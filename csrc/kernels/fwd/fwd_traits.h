@@ -23,13 +23,13 @@ constexpr int kMaxConsumers = 3;
 
 // Where a sequence lies and how long it is.
 struct SequenceSpan {
-  int32_t base;  // row of the tensor
-  int32_t rows;  // that exist
+  int32_t batch;  // coordinate in the tensor: 0 when ragged
+  int32_t base;   // row of the tensor: 0 when dense
+  int32_t rows;   // that exist
   int32_t used;
 };
 
 struct PlannedSequence {
-  int32_t batch;
   SequenceSpan q;
   SequenceSpan k;
 };
@@ -37,13 +37,15 @@ struct PlannedSequence {
 // One unit of work, written by the scheduler warp, read by producer, tail warp and all
 // consumers.
 struct TileInfo {
-  int32_t batch;  // -1: no more work
-  int32_t head;
+  int32_t head;  // of q; -1: no more work
+  int32_t head_kv;
   int32_t row0;    // first query row of the tile within its sequence
   int32_t q_len;   // query rows in use
   int32_t q_rows;  // query rows that exist (those not in use get 0)
   int32_t k_len;
-  int32_t q_base;  // row of the tensor at which the sequence starts (ragged)
+  int32_t q_batch;  // where the sequence starts in the tensors (SequenceSpan)
+  int32_t q_base;
+  int32_t k_batch;
   int32_t k_base;
   int32_t n_begin;  // KV blocks n_begin <= n < n_end, visited from the last
   int32_t n_end;
