@@ -25,7 +25,10 @@ constexpr int32_t kLongestWindow = 1 << 30;  // positions and windows then add w
 
 // Dynamic order costs a memset before the launch; it pays where the call runs long enough and tiles
 // differ in length.
-constexpr double kDynamicOrderMinimumFlops = 5.0e10;
+constexpr double kDynamicOrderMinimumFlops = 1.0e10;
+
+// Tiles of so many keys are short (FwdKernelParams::claim_ahead).
+constexpr int32_t kShortTileKeys = 1024;
 
 int32_t bounded_window(int32_t window) {
   return window < 0 ? kUnlimited : window > kLongestWindow ? kLongestWindow : window;
@@ -204,6 +207,16 @@ int report(const Status& status, char* message, size_t message_size) {
 
 }  // namespace
 
+// Causal: the longest tiles come first, so that the last to be handed out are short. All pairs of
+// batch and head at once would read every K and V from memory again for each tile; sections of
+// about four rounds of all SMs read them from L2, and still end evenly. Two sections gain nothing.
+int32_t section_pairs(int32_t pairs, int32_t q_tiles, int sms) {
+  constexpr int kRounds = 4;
+  int32_t section = 1;
+  while (section * q_tiles * 4 < kRounds * sms * 3) section *= 2;  // the nearest power of two
+  return pairs > 2 * section ? section : pairs;
+}
+
 bool wants_dynamic_order(const FwdParams& in) {
   if (is_ragged_q(in)) return false;
   const double flops =
@@ -255,21 +268,10 @@ void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
                                          : TileOrder::kStatic;
   out->q_tiles = blocks_for(in.max_seqlen_q, tile_m);
   out->tiles = is_ragged_q(in) ? 0 : out->q_tiles * in.heads * in.batch;
-  // Causal: the longest tiles come first, so that the last to be handed out are short. All heads at
-  // once would read every K and V from memory again for each tile, so heads are taken in sections
-  // that fit half of L2, as long as a section is work for a few rounds of all SMs.
-  const int64_t pairs = int64_t(in.batch) * in.heads;
-  out->section_pairs = 1;
-  if (in.window_right >= 0 && out->order != TileOrder::kRagged) {
-    constexpr int64_t kLeastRounds = 3;
-    const int64_t pair_bytes =
-        2 * int64_t(in.max_seqlen_k) * (in.head_dim + in.head_dim_v) / out->group;
-    const int64_t cache = context.l2_bytes / 2 + 1;
-    const int64_t by_cache = (pairs * pair_bytes + cache - 1) / cache;
-    const int64_t by_rounds = out->tiles / (kLeastRounds * context.sms);
-    const int64_t sections = by_cache < by_rounds ? by_cache : by_rounds;
-    out->section_pairs = int32_t(sections <= 1 ? pairs : (pairs + sections - 1) / sections);
-  }
+  out->claim_ahead = in.max_seqlen_k <= kShortTileKeys ? 2 : 1;
+  out->section_pairs = in.window_right >= 0 && out->order != TileOrder::kRagged
+                           ? section_pairs(in.batch * in.heads, out->q_tiles, context.sms)
+                           : 1;
 }
 
 int fwd_grid(const FwdParams& in, const FwdContext& context, const FwdKernelParams& params) {

@@ -104,24 +104,22 @@ __device__ __forceinline__ void pack_probabilities(const float (&s)[kSize],
   for (int i = kBegin / 2; i < kEnd / 2; ++i) p[i] = pack_two<Element>(s[2 * i], s[2 * i + 1]);
 }
 
-// Scores of keys that a row does not see become -inf. keys[h] is the row's range relative to this
-// thread's first column.
+// A bit for each of a thread's columns in a row (0, 1, 8, 9, 16, 17, ...): those below `end`, which
+// counts from the thread's first column.
+__device__ __forceinline__ uint32_t columns_below(int32_t end) {
+  const int32_t columns = end <= 0 ? 0 : end / 8 * 2 + smaller(end % 8, 2);
+  return columns >= 32 ? ~0u : (1u << columns) - 1;
+}
+
+// Scores of keys that a row does not see become -inf. seen[h] has a bit for each of the row's
+// columns here: the assembler turns seven bits at a time into predicates, where a comparison of
+// every column would be an instruction each.
 template <int kSize>
-__device__ __forceinline__ void mask_scores(float (&s)[kSize], const KeyRange (&keys)[2],
-                                            bool upper_end_only) {
-  if (upper_end_only) {
+__device__ __forceinline__ void mask_scores(float (&s)[kSize], const uint32_t (&seen)[2]) {
+  static_assert(kSize <= 64);
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      const int column = i / 4 * 8 + i % 2;
-      if (column > keys[i / 2 % 2].hi) s[i] = kMinusInfinity;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      const int column = i / 4 * 8 + i % 2;
-      const KeyRange& range = keys[i / 2 % 2];
-      if (column > range.hi || column < range.lo) s[i] = kMinusInfinity;
-    }
+  for (int i = 0; i < kSize; ++i) {
+    if (!(seen[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) s[i] = kMinusInfinity;
   }
 }
 

@@ -35,6 +35,7 @@ template <class T>
 struct FwdConsumer {
   using Element = typename T::Element;
   static constexpr int kScores = T::kBlockN / 2;
+  static constexpr int kEarly = T::kEarly;  // exponentiated while P V still reads P
   static constexpr int kOutputs = T::kHeadDimV / 2;
   static constexpr int kQueryRegisters = T::kQueryInRegisters ? T::kHeadDim / 4 : 1;
 
@@ -48,8 +49,8 @@ struct FwdConsumer {
   int warpgroup;  // of the consumers
 
   RingPosition<T::kTileSlots> tile_ring;  // of the tile that the newest block belongs to
-  RingPosition<T::kStages> k_ring;
-  RingPosition<T::kStages> v_ring;
+  RingPosition<T::kKeyStages> k_ring;
+  RingPosition<T::kValueStages> v_ring;
   RingPosition<T::kQueryStages> q_ring;
   StreamBlock newest{0, 0};
 
@@ -153,10 +154,11 @@ struct FwdConsumer {
 
   // Columns 16 k .. 16 k + 15 of this warp's rows of Q, as the A operand of a product.
   __device__ __forceinline__ void load_q_fragment(int k, uint32_t (&fragment)[4]) {
-    const int row = thread() / 32 * 16 + thread() % 16;
+    const int thread = thread_index() % 128;
+    const int row = thread / 32 * 16 + thread % 16;
     load_matrix_x4(fragment, fragment_address<T::kRowsPerConsumer>(
                                  shared_address(shared.q[q_ring.slot()][warpgroup]), row,
-                                 2 * k + thread() % 32 / 16));
+                                 2 * k + thread % 32 / 16));
   }
 
   // Address of a 16-byte chunk of a row of Q or K in panels of kRows rows.
@@ -248,18 +250,16 @@ struct FwdConsumer {
     }
     if (block.masked()) [[unlikely]] {
       const TileInfo& tile = shared.tiles[block.slot()];
-      KeyRange keys[2];
       const int first_column = block.n * T::kBlockN + 2 * (thread() % 4);
-      bool upper_end_only = true;
+      uint32_t seen[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        keys[h] = visible_keys(params.mask, tile.row0 + epilogue.row_in_tile() + 8 * h, tile.q_len,
-                               tile.k_len);
-        upper_end_only &= keys[h].lo <= block.n * T::kBlockN;
-        keys[h].lo -= first_column;
-        keys[h].hi -= first_column;
+        const KeyRange keys = visible_keys(params.mask, tile.row0 + epilogue.row_in_tile() + 8 * h,
+                                           tile.q_len, tile.k_len);
+        seen[h] =
+            columns_below(keys.hi + 1 - first_column) & ~columns_below(keys.lo - first_column);
       }
-      mask_scores(s, keys, __all_sync(0xffffffffu, upper_end_only));
+      mask_scores(s, seen);
     }
   }
 
@@ -280,7 +280,7 @@ struct FwdConsumer {
 
   __device__ __forceinline__ void finish_tile(const StreamBlock& block, const float (&inverse)[2],
                                               float (&o)[kOutputs]) {
-    epilogue.store_out(shared.tiles[block.slot()], inverse, o);
+    epilogue.store_out(shared.tiles[block.slot()], inverse, o, shared.o[warpgroup]);
     release(&shared.tile_empty[block.slot()]);
   }
 
@@ -326,8 +326,6 @@ struct FwdConsumer {
     mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
     issue_pv_block(t.p, t.o, !t.current.first());
     pass_turn();
-    wgmma_wait<1>();
-    pin_registers(s);
 
     float factor[2];  // what O is to be multiplied by
     const bool new_tile = !kPlain && newest.first();
@@ -337,6 +335,10 @@ struct FwdConsumer {
         finish_rows(t.current, t.rows, factor);
         t.rows.reset();
       }
+    }
+    wgmma_wait<1>();
+    pin_registers(s);
+    if constexpr (!kPlain) {
       release_k(newest.last());
       adjust_scores(newest, s);
       float rescale[2];
@@ -346,10 +348,8 @@ struct FwdConsumer {
         factor[1] = rescale[1];
       }
     }
-    // The first half needs no place that P V is still reading.
-    constexpr int kHalf = kScores / 16 * 8;
     float part[2] = {0.0f, 0.0f};
-    t.rows.template exponentiate<0, kHalf>(s, params.scale_log2, part);
+    t.rows.template exponentiate<0, kEarly>(s, params.scale_log2, part);
     // P V stays under these exponentials only if nothing moves its wait above them: the compiler is
     // kept by the pins, the assembler by a branch, a second look at a barrier that is long
     // complete.
@@ -367,7 +367,7 @@ struct FwdConsumer {
         scale_rows(t.o, factor);
       }
     }
-    t.rows.template exponentiate<kHalf, kScores>(s, params.scale_log2, part);
+    t.rows.template exponentiate<kEarly, kScores>(s, params.scale_log2, part);
     pack_probabilities<Element, 0, kScores>(s, t.p);
     if constexpr (kPlain) {
       const bool too_old = !(part[0] < kLargestBlockSum) || !(part[1] < kLargestBlockSum);
@@ -397,7 +397,9 @@ struct FwdConsumer {
     t.rows.reset();
     adjust_scores(newest, s);
     t.rows.move_references(s, params.scale_log2, rescale);
-    t.rows.template exponentiate<0, kScores>(s, params.scale_log2, part);
+    // In step()'s order of additions: results do not depend on which tile a CTA starts with.
+    t.rows.template exponentiate<0, kEarly>(s, params.scale_log2, part);
+    t.rows.template exponentiate<kEarly, kScores>(s, params.scale_log2, part);
     t.rows.add(part);
     pack_probabilities<Element, 0, kScores>(s, t.p);
     t.current = newest;
@@ -425,6 +427,7 @@ struct FwdConsumer {
       run_stream(t);
       last_block(t);
     }
+    epilogue.finish();
   }
 
   __device__ __forceinline__ void run_stream(Stream& t) {
