@@ -20,7 +20,7 @@ constexpr int kLongFromKeys = 2048;
 template <>
 struct FwdScheduleOf<64, 64> {
   using Type = FwdSchedule<2, 128, 4, 4, 2, QuerySource::kRegisters, OutPath::kStaged, 32>;
-  using Long = FwdSchedule<3, 112, 2, 2, 2, QuerySource::kShared, OutPath::kStaged, 24>;
+  using Long = FwdSchedule<3, 112, 4, 4, 2, QuerySource::kShared, OutPath::kStaged, 24>;
 };
 template <>
 struct FwdScheduleOf<96, 96> {

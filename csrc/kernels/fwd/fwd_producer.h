@@ -79,48 +79,20 @@ struct FwdProducer {
     v_ring.advance();
   }
 
-  // Asks L2 for what the next tile reads first: it may lie in memory that no CTA has touched yet.
-  __device__ __forceinline__ void prefetch_tile(const TileInfo& tile) {
-    if (lane != 0) return;
-    const int row = tile.k_base + (tile.n_end - 1) * T::kBlockN;
-    prefetch_panels<T::kHeadDim>(params.k, row, tile.head_kv, tile.k_batch);
-    prefetch_panels<T::kHeadDimV>(params.v, row, tile.head_kv, tile.k_batch);
-    if (tile.n_end - 2 >= tile.n_begin) {
-      prefetch_panels<T::kHeadDim>(params.k, row - T::kBlockN, tile.head_kv, tile.k_batch);
-      prefetch_panels<T::kHeadDimV>(params.v, row - T::kBlockN, tile.head_kv, tile.k_batch);
-    }
-    if constexpr (!T::kQueryAhead) {
-      for (int w = 0; w < T::kConsumers; ++w) {
-        prefetch_panels<T::kHeadDim>(params.q, tile.q_base + tile.row0 + w * T::kRowsPerConsumer,
-                                     tile.head, tile.q_batch);
-      }
-    }
-  }
-
-  template <int kColumns>
-  __device__ __forceinline__ void prefetch_panels(const CUtensorMap& map, int row, int head,
-                                                  int batch) {
-    using P = Panel<kColumns>;
-#pragma unroll
-    for (int panel = 0; panel < P::kCount; ++panel) {
-      cute::SM90_TMA_LOAD_4D::PREFETCH::copy(&map, panel * P::kWidth, row, head, batch);
-    }
-  }
-
   // Tells the scheduler that the next tile will soon be needed: once a tile.
   __device__ __forceinline__ void want_tile() {
     if (lane == 0) mbarrier_arrive(&shared.tile_wanted[tile_ring.slot() % 2]);
   }
 
-  // The next tile, seen before this one's last blocks are read.
+  // Q of the next tile, before this one's last block. Asking L2 for the next tile's first K and V
+  // here as well was tried: the requests stand in the copy engine's way (20 % at head dim 256, S
+  // 512).
   __device__ __forceinline__ void look_ahead() {
     RingPosition<T::kTileSlots> next = tile_ring;
     next.advance();
     mbarrier_wait(&shared.tile_full[next.slot()], next.parity());
     const TileInfo& tile = shared.tiles[next.slot()];
-    if (tile.head < 0 || tile.n_begin >= tile.n_end) return;
-    prefetch_tile(tile);
-    if constexpr (T::kQueryAhead) load_q(tile);
+    if (tile.head >= 0 && tile.n_begin < tile.n_end) load_q(tile);
   }
 
   // The order is that in which consumers read: K of a block comes before V of the block before it.
@@ -151,7 +123,7 @@ struct FwdProducer {
         want_tile();
       }
       first = false;
-      look_ahead();
+      if constexpr (T::kQueryAhead) look_ahead();
       if (any_block) load_v(tile, tile.n_begin);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&shared.tile_empty[tile_ring.slot()]);

@@ -158,8 +158,8 @@ struct FwdScheduler {
                           : params.tiles;
     RingPosition<T::kTileSlots> ring;
     for (int number = 0;; ++number) {
-      // The producer nears the end of tile number - claim_ahead; it cannot be two tiles further, for
-      // which one barrier would do.
+      // The producer nears the end of tile number - claim_ahead; it cannot be two tiles further,
+      // for which one barrier would do.
       const int wanted_by = number - params.claim_ahead;
       if (wanted_by >= 0) {
         mbarrier_wait(&shared.tile_wanted[wanted_by & 1], wanted_by >> 1 & 1);
