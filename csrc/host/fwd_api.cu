@@ -208,13 +208,17 @@ int report(const Status& status, char* message, size_t message_size) {
 }  // namespace
 
 // Causal: the longest tiles come first, so that the last to be handed out are short. All pairs of
-// batch and head at once would read every K and V from memory again for each tile; sections of
-// about four rounds of all SMs read them from L2, and still end evenly. Two sections gain nothing.
-int32_t section_pairs(int32_t pairs, int32_t q_tiles, int sms) {
-  constexpr int kRounds = 4;
-  int32_t section = 1;
-  while (section * q_tiles * 4 < kRounds * sms * 3) section *= 2;  // the nearest power of two
-  return pairs > 2 * section ? section : pairs;
+// batch and head at once would read every K and V from memory again for each tile; the tiles of a
+// section find them in L2. A quarter of L2 was best at every head dim, and less than two rounds of
+// all SMs ended unevenly.
+int32_t section_pairs(const FwdParams& in, const FwdContext& context, int32_t q_tiles) {
+  const double pairs = double(in.batch) * in.heads;
+  const double pair_bytes =
+      2.0 * in.max_seqlen_k * (in.head_dim + in.head_dim_v) * in.heads_kv / in.heads;
+  const double wanted =
+      std::fmax(0.27 * context.l2_bytes / pair_bytes, 2.0 * context.sms / q_tiles);
+  // To the nearest power of two, which divides the usual numbers of heads.
+  return int32_t(std::fmin(pairs, std::exp2(std::fmax(0.0, std::round(std::log2(wanted))))));
 }
 
 bool wants_dynamic_order(const FwdParams& in) {
@@ -270,7 +274,7 @@ void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
   out->tiles = is_ragged_q(in) ? 0 : out->q_tiles * in.heads * in.batch;
   out->claim_ahead = in.max_seqlen_k <= kShortTileKeys ? 2 : 1;
   out->section_pairs = in.window_right >= 0 && out->order != TileOrder::kRagged
-                           ? section_pairs(in.batch * in.heads, out->q_tiles, context.sms)
+                           ? section_pairs(in, context, out->q_tiles)
                            : 1;
 }
 

@@ -229,6 +229,7 @@ struct FwdConsumer {
   __device__ __forceinline__ void release_k(bool last_of_tile) {
     release(&shared.k_empty[k_ring.slot()]);
     k_ring.advance();
+    k_ring.forget_derived();  // head dim 128 has no register to keep it in
     if constexpr (!T::kQueryInRegisters) {
       if (last_of_tile) release_q();
     }

@@ -65,15 +65,22 @@ struct FwdEpilogue {
   // use, or see no key. rows.sum must be finished.
   __device__ __forceinline__ void store_lse(const TileInfo& tile, const SoftmaxRows& rows,
                                             float (&inverse)[2]) const {
+    const int first_row = tile.row0 + row_in_tile();
+    bool seen[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = tile.row0 + row_in_tile() + 8 * h;
-      const float sum = rows.sum[h];
-      const bool seen = row < tile.q_len && sum != 0.0f;  // NaN counts as seen, and stays
-      inverse[h] = seen ? reciprocal_approx(sum) : 0.0f;
-      if (row < tile.q_rows && quad() == 0) {
-        *lse_row(tile, row) = seen ? (rows.reference[h] + __log2f(sum)) * kLn2 : kMinusInfinity;
-      }
+      // NaN counts as seen, and stays.
+      seen[h] = first_row + 8 * h < tile.q_len && rows.sum[h] != 0.0f;
+      inverse[h] = seen[h] ? reciprocal_approx(rows.sum[h]) : 0.0f;
+    }
+    // Of the four threads of both rows, one writes the first and one the second.
+    const bool second = quad() == 1;
+    const int row = first_row + 8 * second;
+    const float sum = second ? rows.sum[1] : rows.sum[0];
+    const float reference = second ? rows.reference[1] : rows.reference[0];
+    const float lse = (reference + __log2f(sum)) * kLn2;
+    if (row < tile.q_rows && quad() < 2) {
+      *lse_row(tile, row) = (second ? seen[1] : seen[0]) ? lse : kMinusInfinity;
     }
   }
 

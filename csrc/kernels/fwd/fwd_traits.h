@@ -136,6 +136,8 @@ class RingPosition {
       at_ = at_ >= 2 * (kSlots - 1) ? (at_ & 1) ^ 1 : at_ + 2;
     }
   }
+  // The compiler computes anew what it derived from the position before, instead of keeping it.
+  __device__ __forceinline__ void forget_derived() { asm volatile("" : "+r"(at_)); }
 
  private:
   static constexpr bool kPowerOfTwo = (kSlots & (kSlots - 1)) == 0;
