@@ -21,7 +21,8 @@ Status cuda_status(const char* doing, cudaError_t error) {
 namespace {
 
 constexpr int32_t kUnlimited = -1;
-constexpr int32_t kLongestWindow = 1 << 30;  // positions and windows then add without overflow
+constexpr int32_t kMostRows = 1 << 30;
+constexpr int32_t kLongestWindow = kMostRows - 1024;  // added to a row's position it does not wrap
 
 // Dynamic order costs a memset before the launch; it pays where the call runs long enough and tiles
 // differ in length.
@@ -52,7 +53,7 @@ Status check(const FwdParams& in) {
   }
   const int64_t rows_q = is_ragged_q(in) ? in.total_q : in.max_seqlen_q;
   const int64_t rows_k = in.cu_seqlens_k != nullptr ? in.total_k : in.max_seqlen_k;
-  if (rows_q < 1 || rows_k < 1 || rows_q > kLongestWindow || rows_k > kLongestWindow) {
+  if (rows_q < 1 || rows_k < 1 || rows_q > kMostRows || rows_k > kMostRows) {
     return Status::invalid("q and k must have between 1 and 2^30 rows.");
   }
   // Tiles of 128 rows are counted in 32 bits.

@@ -9,13 +9,14 @@
 namespace flash_attn3 {
 
 // Consumers, KV block, stages of K, of V, of Q, where Q lies, how O leaves, scores exponentiated
-// before the wait for P V. `Long`, where it stands, is for long calls without a causal edge: larger
-// tiles, which waste more where lengths are no multiple.
+// before the wait for P V. `Long`, where it stands, is for long calls: larger tiles, which waste
+// more at causal edges and where lengths are no multiple.
 template <int kHeadDim, int kHeadDimV>
 struct FwdScheduleOf;
 
-// Keys from which `Long` is taken.
-constexpr int kLongFromKeys = 2048;
+// Rows and keys from which `Long` is taken, without and with a causal edge.
+constexpr int kLongFrom = 2048;
+constexpr int kLongFromCausal = 6144;
 
 template <>
 struct FwdScheduleOf<64, 64> {

@@ -52,7 +52,7 @@ class Kernel:
     """`tiles` are numbers of KV blocks, the end of work is -1."""
 
     def __init__(self, tiles, consumers, q_stages, q_in_registers, stages=(2, 2), ahead=1,
-                 slots=TILE_SLOTS):
+                 slots=TILE_SLOTS, most_unseen=None):
         self.tiles, self.consumers, self.slots = tiles, consumers, slots
         self.q_stages, self.q_in_registers = q_stages, q_in_registers
         self.stages = dict(zip("kv", stages))
@@ -70,6 +70,9 @@ class Kernel:
         self.v_tail = [Barrier(1) for _ in range(self.stages["v"])]
         self.data = {x: [None] * self.stages[x] for x in "kv"}
         self.has_tail = [random.random() < 0.5 for _ in tiles]
+        # Blocks that a consumer leaves out at the start of a tile.
+        self.unseen = [[random.randint(0, max(0, min(most_unseen or stages[1] // 2, blocks - 1)))
+                        for blocks in tiles] for _ in range(consumers)]
         self.in_flight = []  # copies that have been issued and not yet arrived
         self.turn, self.issued = 0, [0] * consumers
         self.done = [[] for _ in range(consumers)]
@@ -180,6 +183,19 @@ class Kernel:
             self.q_empty[q_ring.slot][w].arrive()
             q_ring.advance()
 
+        def leave_out_k(number, blocks):
+            for i in range(self.unseen[w][number]):
+                yield from read("k", (number, blocks - 1 - i))
+                yield lambda: self.turn % self.consumers == w
+                self.turn += 1
+                self.issued[w] += 1
+                release("k")
+
+        def leave_out_v(number, blocks):
+            for i in range(self.unseen[w][number]):
+                yield from read("v", (number, blocks - 1 - i))
+                release("v")
+
         def take_q(number):
             yield lambda: self.q_full[q_ring.slot][w].passed(q_ring.parity)
             assert self.q[q_ring.slot][w] == number
@@ -200,7 +216,9 @@ class Kernel:
                 slot, number, blocks = yield from tile_here()
             if blocks < 0:
                 return
-            n = blocks - 1
+            yield from leave_out_k(number, blocks)
+            yield from leave_out_v(number, blocks)
+            n = blocks - 1 - self.unseen[w][number]
             yield from take_q(number)
             yield from read("k", (number, n))
             release_k(n)
@@ -213,7 +231,8 @@ class Kernel:
                     slot, number, blocks = yield from tile_here()
                     if blocks <= 0:
                         break
-                    n = blocks - 1
+                    yield from leave_out_k(number, blocks)
+                    n = blocks - 1 - self.unseen[w][number]
                     yield from take_q(number)
                 yield from read("k", (number, n))
                 yield lambda: self.turn % self.consumers == w
@@ -225,6 +244,7 @@ class Kernel:
                     release_k(n)
                 release("v")
                 if number != current[1]:
+                    yield from leave_out_v(number, blocks)
                     self.done[w].append(current[1])
                     self.tile_empty[current[0]].arrive()
                 yield lambda: True
@@ -292,3 +312,12 @@ def test_the_model_notices_a_deadlock():
     """A tile is stored only once the next one has started: with one slot the next never comes."""
     random.seed(0)
     assert not Kernel([2, 1], 2, 2, True, slots=1).run()
+
+
+def test_the_model_notices_too_many_blocks_left_out():
+    """Three blocks left out, but V of two of them only comes once V of the tile before is free."""
+    results = []
+    for seed in range(60):
+        random.seed(seed)
+        results.append(Kernel([5, 5, 5, 5], 2, 2, True, most_unseen=3).run())
+    assert not all(results)

@@ -107,8 +107,9 @@ __device__ __forceinline__ void pack_probabilities(const float (&s)[kSize],
 // A bit for each of a thread's columns in a row (0, 1, 8, 9, 16, 17, ...): those below `end`, which
 // counts from the thread's first column.
 __device__ __forceinline__ uint32_t columns_below(int32_t end) {
-  const int32_t columns = end <= 0 ? 0 : end / 8 * 2 + smaller(end % 8, 2);
-  return columns >= 32 ? ~0u : (1u << columns) - 1;
+  const uint32_t bounded = larger(0, smaller(end, 128));
+  const uint32_t columns = bounded / 8 * 2 + min(bounded % 8, 2u);
+  return shift_left(1, columns) - 1;
 }
 
 // Scores of keys that a row does not see become -inf. seen[h] has a bit for each of the row's

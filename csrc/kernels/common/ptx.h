@@ -124,6 +124,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// 0 where the shift is 32 or more, which C++ leaves open.
+__device__ __forceinline__ uint32_t shift_left(uint32_t x, uint32_t bits) {
+  uint32_t y;
+  asm("shl.b32 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(bits));
+  return y;
+}
+
 __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

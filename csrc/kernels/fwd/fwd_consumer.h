@@ -90,8 +90,34 @@ struct FwdConsumer {
     const TileInfo& tile = shared.tiles[tile_ring.slot()];
     mbarrier_wait(&shared.tile_full[tile_ring.slot()], tile_ring.parity());
     if (tile.head < 0 || tile.n_begin >= tile.n_end) return false;
-    set_newest(tile.n_end - 1, StreamBlock::kFirst);
+    int start = tile.n_end;
+    if constexpr (T::kMostUnseen > 0) {
+      start = tile.start[warpgroup];
+      for (int n = tile.n_end; n > start; --n) leave_out_k();
+    }
+    set_newest(start - 1, StreamBlock::kFirst);
     return true;
+  }
+
+  // A block that these rows see no key of: it costs a turn, as it does the others, and no more.
+  __device__ __forceinline__ void leave_out_k() {
+    mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
+    take_turn();
+    pass_turn();
+    release(&shared.k_empty[k_ring.slot()]);
+    k_ring.advance();
+  }
+
+  // V of the blocks left out at the start of the newest tile, which come after V of the tile
+  // before.
+  __device__ __forceinline__ void leave_out_v() {
+    if constexpr (T::kMostUnseen > 0) {
+      const TileInfo& tile = shared.tiles[tile_ring.slot()];
+      for (int n = tile.n_end; n > tile.start[warpgroup]; --n) {
+        mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
+        release_v();
+      }
+    }
   }
 
   // Stores tiles without blocks until one with blocks starts a new stream; false after the last.
@@ -251,14 +277,23 @@ struct FwdConsumer {
     }
     if (block.masked()) [[unlikely]] {
       const TileInfo& tile = shared.tiles[block.slot()];
+      const int row = tile.row0 + epilogue.row_in_tile();
       const int first_column = block.n * T::kBlockN + 2 * (thread() % 4);
       uint32_t seen[2];
+      // Short where the lower end is no question, as far as there are registers for two ways.
+      if (T::kConsumers == 2 && params.mask.window_left < 0 && params.mask.chunk == 0) [[likely]] {
+        const int keys = tile.k_len - first_column;
+        const int right = params.mask.window_right;
+        const int end = row + keys - tile.q_len + right + 1;  // of the first of both rows
+        seen[0] = columns_below(right < 0 ? keys : smaller(keys, end));
+        seen[1] = columns_below(right < 0 ? keys : smaller(keys, end + 8));
+      } else {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const KeyRange keys = visible_keys(params.mask, tile.row0 + epilogue.row_in_tile() + 8 * h,
-                                           tile.q_len, tile.k_len);
-        seen[h] =
-            columns_below(keys.hi + 1 - first_column) & ~columns_below(keys.lo - first_column);
+        for (int h = 0; h < 2; ++h) {
+          const KeyRange keys = visible_keys(params.mask, row + 8 * h, tile.q_len, tile.k_len);
+          seen[h] =
+              columns_below(keys.hi + 1 - first_column) & ~columns_below(keys.lo - first_column);
+        }
       }
       mask_scores(s, seen);
     }
@@ -363,6 +398,7 @@ struct FwdConsumer {
     release_v();
     if constexpr (!kPlain) {
       if (new_tile) {
+        leave_out_v();
         finish_tile(t.current, factor, t.o);
       } else if (moved) {
         scale_rows(t.o, factor);
@@ -424,6 +460,7 @@ struct FwdConsumer {
     }
     Stream t;
     while (start_stream()) {
+      leave_out_v();
       first_block(t);
       run_stream(t);
       last_block(t);

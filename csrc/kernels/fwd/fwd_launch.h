@@ -151,8 +151,9 @@ Status launch_fwd_of(const FwdParams& in, const FwdContext& context, cudaStream_
                      FwdPlan* plan) {
   using Schedules = FwdScheduleOf<kHeadDim, kHeadDimV>;
   if constexpr (HasLong<Schedules>::value) {
-    if (in.window_right < 0 && in.window_left < 0 && in.attention_chunk == 0 &&
-        in.max_seqlen_k >= kLongFromKeys && in.max_seqlen_q >= kLongFromKeys) {
+    const int long_from = in.window_right < 0 ? kLongFrom : kLongFromCausal;
+    if (in.window_left < 0 && in.attention_chunk == 0 &&
+        smaller(in.max_seqlen_q, in.max_seqlen_k) >= long_from) {
       return launch_fwd<FwdTraits<Element, kHeadDim, kHeadDimV, typename Schedules::Long>>(
           in, context, stream, plan);
     }

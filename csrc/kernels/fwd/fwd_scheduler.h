@@ -148,6 +148,12 @@ struct FwdScheduler {
       const int first_row = row0 + w * T::kRowsPerConsumer;
       const int last_row = smaller(first_row + T::kRowsPerConsumer, q_len) - 1;
       info.plain[w] = unmasked_blocks(params.mask, first_row, last_row, q_len, k_len, T::kBlockN);
+      if constexpr (T::kMostUnseen > 0) {
+        // Every consumer has a block, so that all streams begin and end with the same tiles.
+        const BlockRange seen =
+            visible_blocks(params.mask, first_row, last_row, q_len, k_len, T::kBlockN);
+        info.start[w] = larger(larger(seen.end, blocks.begin + 1), blocks.end - T::kMostUnseen);
+      }
     }
   }
 

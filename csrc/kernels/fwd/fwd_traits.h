@@ -62,6 +62,7 @@ struct TileInfo {
   int32_t k_base;
   int32_t n_begin;  // KV blocks n_begin <= n < n_end, visited from the last
   int32_t n_end;
+  int32_t start[kMaxConsumers];     // each consumer's rows see no key of the blocks from here on
   BlockRange plain[kMaxConsumers];  // of each consumer's rows: blocks that need no mask
 };
 
@@ -86,6 +87,13 @@ struct FwdTraits : Schedule {
   // Q of the next tile is loaded during this one: it has a place of its own, or finds the only one
   // empty. Otherwise it waits for this tile's last product with Q.
   static constexpr bool kQueryAhead = kQueryInRegisters || kQueryStages > 1;
+
+  // A consumer leaves out so many blocks of a tile at most. Their V is released only after the last
+  // block of the tile before, whose V it holds meanwhile: with more, the other consumers would wait
+  // for V, and it for its turn (tests/cpu/test_pipeline_model.py).
+  // Tiles no taller than a KV block have no such block at a causal edge, and three consumers have
+  // no register for it.
+  static constexpr int kMostUnseen = kBlockN < kBlockM && kConsumers == 2 ? kValueStages / 2 : 0;
 
   // 65,536 registers: what the producer warpgroup gives back, the consumers take.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
