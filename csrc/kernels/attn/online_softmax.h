@@ -70,11 +70,25 @@ struct SoftmaxRows {
   template <int kBegin, int kEnd, int kSize>
   __device__ __forceinline__ void exponentiate(float (&s)[kSize], float scale_log2,
                                                float (&part)[2]) const {
+    exponentiate_by<kBegin, kEnd>(s, scale_log2, part, [](float x) { return exp2_approx(x); });
+  }
+
+  // The same where `nonzero` is known: the assembler moves no exponential above that point.
+  template <int kBegin, int kEnd, int kSize>
+  __device__ __forceinline__ void exponentiate_if(float (&s)[kSize], float scale_log2,
+                                                  float (&part)[2], uint32_t nonzero) const {
+    exponentiate_by<kBegin, kEnd>(s, scale_log2, part,
+                                  [=](float x) { return exp2_approx_if(x, nonzero); });
+  }
+
+  template <int kBegin, int kEnd, int kSize, class Exp2>
+  __device__ __forceinline__ void exponentiate_by(float (&s)[kSize], float scale_log2,
+                                                  float (&part)[2], Exp2 exp2) const {
     float other[2] = {0.0f, 0.0f};  // two chains a row: an addition waits four cycles for the last
 #pragma unroll
     for (int i = kBegin; i < kEnd; ++i) {
       const int h = i / 2 % 2;
-      s[i] = exp2_approx(fmaf(s[i], scale_log2, -reference[h]));
+      s[i] = exp2(fmaf(s[i], scale_log2, -reference[h]));
       (i % 2 == 0 ? part[h] : other[h]) += s[i];
     }
     part[0] += other[0];

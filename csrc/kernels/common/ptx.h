@@ -124,6 +124,18 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// 2^x where `nonzero` is not 0, and x otherwise.
+__device__ __forceinline__ float exp2_approx_if(float x, uint32_t nonzero) {
+  asm("{\n"
+      ".reg .pred yes;\n"
+      "setp.ne.u32 yes, %1, 0;\n"
+      "@yes ex2.approx.ftz.f32 %0, %0;\n"
+      "}\n"
+      : "+f"(x)
+      : "r"(nonzero));
+  return x;
+}
+
 // 0 where the shift is 32 or more, which C++ leaves open.
 __device__ __forceinline__ uint32_t shift_left(uint32_t x, uint32_t bits) {
   uint32_t y;

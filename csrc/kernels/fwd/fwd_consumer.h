@@ -35,7 +35,9 @@ template <class T>
 struct FwdConsumer {
   using Element = typename T::Element;
   static constexpr int kScores = T::kBlockN / 2;
-  static constexpr int kEarly = T::kEarly;  // exponentiated while P V still reads P
+  // Exponentiated while P V still reads P.
+  static constexpr int kHeld = T::Held::kScores;
+  static constexpr int kEarly = kHeld > 0 ? kScores - kHeld : kScores / 16 * 8;
   static constexpr int kOutputs = T::kHeadDimV / 2;
   static constexpr int kQueryRegisters = T::kQueryInRegisters ? T::kHeadDim / 4 : 1;
 
@@ -340,6 +342,23 @@ struct FwdConsumer {
     mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
   }
 
+  // What depends on this stays behind the branch that it is read behind (struct Held).
+  __device__ __forceinline__ uint32_t read_nonzero() {
+    return kHeld > 0 ? *static_cast<const volatile uint32_t*>(&shared.nonzero) : 1;
+  }
+
+  __device__ __forceinline__ void exponentiate_late(const SoftmaxRows& rows, float (&s)[kScores],
+                                                    float (&part)[2], uint32_t nonzero) {
+    if constexpr (kHeld == 0) {
+      rows.exponentiate<kEarly, kScores>(s, params.scale_log2, part);
+    } else if constexpr (T::Held::kWithScale) {
+      const float scale_log2 = nonzero != 0 ? params.scale_log2 : 0.0f;
+      rows.exponentiate<kEarly, kScores>(s, scale_log2, part);
+    } else {
+      rows.exponentiate_if<kEarly, kScores>(s, params.scale_log2, part, nonzero);
+    }
+  }
+
   // Q K^T of `newest` and P V of `current` are issued together; the softmax of `newest` runs under
   // P V and under the other warpgroups' products.
   //
@@ -392,6 +411,7 @@ struct FwdConsumer {
     pin_registers(s);
     pin_registers(part);
     mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
+    const uint32_t nonzero = read_nonzero();
     wgmma_wait<0>();
     pin_registers(t.o);
     pin_registers(t.p);
@@ -404,7 +424,7 @@ struct FwdConsumer {
         scale_rows(t.o, factor);
       }
     }
-    t.rows.template exponentiate<kEarly, kScores>(s, params.scale_log2, part);
+    exponentiate_late(t.rows, s, part, nonzero);
     pack_probabilities<Element, 0, kScores>(s, t.p);
     if constexpr (kPlain) {
       const bool too_old = !(part[0] < kLargestBlockSum) || !(part[1] < kLargestBlockSum);

@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       mbarrier_init(&shared.tile_empty[slot], 2 + kConsumerWarps);  // producer and tail warp too
     }
     for (int odd = 0; odd < 2; ++odd) mbarrier_init(&shared.tile_wanted[odd], 1);
+    shared.nonzero = 1;
     mbarrier_init_fence();
     prefetch_tensor_map(&params.q);
     prefetch_tensor_map(&params.k);

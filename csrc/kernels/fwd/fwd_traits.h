@@ -17,11 +17,22 @@ enum class OutPath {
   kStaged,  // through a place of its own in shared memory, by the copy engine
 };
 
-// What kernel_config.h chooses for a pair of head dims. KV blocks are kBlockN keys; kEarly scores
-// of a thread are exponentiated before the wait for P V.
+// Of a thread's scores, the last kScores are held back until P V is done, so that their
+// exponentials alternate with the packing of P. The assembler would move them all before the wait,
+// and pack afterwards; which is faster differs from kernel to kernel.
+template <int kScores_, bool kWithScale_>
+struct Held {
+  static constexpr int kScores = kScores_;
+  // Whether the multiplication by the scale is held back too.
+  static constexpr bool kWithScale = kWithScale_;
+};
+using HeldNone = Held<0, false>;
+
+// What kernel_config.h chooses for a pair of head dims. KV blocks are kBlockN keys.
 template <int kConsumers_, int kBlockN_, int kKeyStages_, int kValueStages_, int kQueryStages_,
-          QuerySource kQuerySource_, OutPath kOutPath_, int kEarly_>
+          QuerySource kQuerySource_, OutPath kOutPath_, class Held_>
 struct FwdSchedule {
+  using Held = Held_;
   static constexpr int kConsumers = kConsumers_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kKeyStages = kKeyStages_;
@@ -29,7 +40,6 @@ struct FwdSchedule {
   static constexpr int kQueryStages = kQueryStages_;
   static constexpr bool kQueryInRegisters = kQuerySource_ == QuerySource::kRegisters;
   static constexpr bool kStagedOut = kOutPath_ == OutPath::kStaged;
-  static constexpr int kEarly = kEarly_;
 };
 
 constexpr int kMaxConsumers = 3;
@@ -123,6 +133,7 @@ struct FwdTraits : Schedule {
     uint64_t tile_empty[kTileSlots];
     uint64_t tile_wanted[2];  // the producer nears the end of an even, odd tile
     alignas(16) TileInfo tiles[kTileSlots];
+    uint32_t nonzero;            // FwdConsumer::exponentiate_late()
     PlannedSequence window[32];  // the scheduler's own
   };
 };
