@@ -123,7 +123,7 @@ Status launch_fwd(const FwdParams& in, const FwdContext& context, cudaStream_t s
     return {};
   }
   status = encode_fwd_maps<T>(in, &params);
-  if (status.ok()) status = prepare_workspace(in, params, T::kBlockM, stream);
+  if (status.ok()) status = prepare_tile_order(in, T::kBlockM, grid, stream, &params);
   if (!status.ok()) return status;
   // The set-up of this kernel may run while the one before it ends.
   cudaLaunchAttribute early_start;
