@@ -4,7 +4,7 @@ Sustained figures of one and the same binary move by 3 % on a card at its power 
 first round after idle reads high. So all candidates of a point run one after the other, each after
 a warm-up of its own, in an order that changes from round to round.
 
-EventTimer measures as triton.testing.do_bench(fn, warmup=15, rep=40, return_mode="median") does
+EventTimer measures as triton.testing.do_bench(fn, warmup=..., rep=40, return_mode="median") does
 (L2 emptied before every run, a pair of CUDA events around it); GraphTimer as do_bench_cudagraph
 does (many calls in one CUDA graph: device time alone). They are written out here because a timer
 is prepared once per point and then asked for several rounds; Triton's functions would warm up,
