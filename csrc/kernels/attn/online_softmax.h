@@ -37,9 +37,11 @@ struct SoftmaxRows {
   // Moves the references if these scores ask for it. scale_log2 turns scores into exponents of two.
   // True when a reference of the warp's rows moved: O must then be multiplied by `rescale`
   // (warp-uniform, so that the common case has neither shuffles nor multiplications).
-  template <int kSize>
+  // The largest probability becomes 2^kTop; below 2^(kTop + kSlack) it may stay what it is.
+  template <int kTop = 0, int kSlack = int(kReferenceSlack), int kSize>
   __device__ __forceinline__ bool move_references(const float (&s)[kSize], float scale_log2,
                                                   float (&rescale)[2]) {
+    constexpr float kMove = kTop + kSlack;
     float top[2][2] = {{s[0], s[1]}, {s[2], s[3]}};
 #pragma unroll
     for (int i = 4; i < kSize; i += 4) {
@@ -50,14 +52,14 @@ struct SoftmaxRows {
     }
     float row_top[2] = {fmaxf(top[0][0], top[0][1]) * scale_log2,
                         fmaxf(top[1][0], top[1][1]) * scale_log2};
-    const bool moved = __any_sync(0xffffffffu, row_top[0] > reference[0] + kReferenceSlack ||
-                                                   row_top[1] > reference[1] + kReferenceSlack);
+    const bool moved = __any_sync(
+        0xffffffffu, row_top[0] > reference[0] + kMove || row_top[1] > reference[1] + kMove);
     if (moved) [[unlikely]] {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         row_top[h] = fmaxf(row_top[h], __shfl_xor_sync(0xffffffffu, row_top[h], 1));
         row_top[h] = fmaxf(row_top[h], __shfl_xor_sync(0xffffffffu, row_top[h], 2));
-        const float next = fmaxf(reference[h], row_top[h]);
+        const float next = fmaxf(reference[h], row_top[h] - float(kTop));
         rescale[h] = exp2_approx(reference[h] - next);
         reference[h] = next;
         sum[h] *= rescale[h];

@@ -5,6 +5,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 namespace flash_attn3 {
@@ -173,9 +174,32 @@ __device__ __forceinline__ uint32_t pack_two<__half>(float low, float high) {
   return packed;
 }
 
+// Four floats rounded to nearest even into e4m3, the first in the lowest byte. Too large ones
+// become 448, NaN stays NaN.
+__device__ __forceinline__ uint32_t pack_four_e4m3(float a, float b, float c, float d) {
+  uint32_t packed;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}\n"
+      : "=r"(packed)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return packed;
+}
+
 // Four 8x8 matrices of 16-bit elements from shared memory, each lane giving one row's address.
 __device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
                : "memory");
@@ -188,14 +212,14 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t address, const uint32_t
                : "memory");
 }
 
-// C[16 x 8] += A[16 x 16] B[16 x 8] by one warp alone.
+// C[16 x 8] += A[16 x k] B[k x 8] by one warp alone; a row of A is 32 bytes.
 template <class Element>
-__device__ __forceinline__ void mma_16x8x16(float* c, const uint32_t (&a)[4], uint32_t b0,
-                                            uint32_t b1);
+__device__ __forceinline__ void mma_16x8(float* c, const uint32_t (&a)[4], uint32_t b0,
+                                         uint32_t b1);
 
 template <>
-__device__ __forceinline__ void mma_16x8x16<__nv_bfloat16>(float* c, const uint32_t (&a)[4],
-                                                           uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_16x8<__nv_bfloat16>(float* c, const uint32_t (&a)[4],
+                                                        uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
@@ -204,10 +228,20 @@ __device__ __forceinline__ void mma_16x8x16<__nv_bfloat16>(float* c, const uint3
 }
 
 template <>
-__device__ __forceinline__ void mma_16x8x16<__half>(float* c, const uint32_t (&a)[4], uint32_t b0,
-                                                    uint32_t b1) {
+__device__ __forceinline__ void mma_16x8<__half>(float* c, const uint32_t (&a)[4], uint32_t b0,
+                                                 uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+__device__ __forceinline__ void mma_16x8<__nv_fp8_e4m3>(float* c, const uint32_t (&a)[4],
+                                                        uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

@@ -17,11 +17,12 @@
 
 namespace flash_attn3 {
 
-template <int kColumns>
+template <int kColumns, int kElementBytes = 2>
 struct Panel {
-  static_assert(kColumns % 32 == 0);
-  static constexpr int kWidth = kColumns % 64 == 0 ? 64 : 32;  // elements of 16 bits
-  static constexpr int kBytes = 2 * kWidth;                    // of one row of a panel
+  static constexpr int kRowBytes = kColumns * kElementBytes;
+  static_assert(kRowBytes % 64 == 0);
+  static constexpr int kBytes = kRowBytes % 128 == 0 ? 128 : 64;  // of one row of a panel
+  static constexpr int kWidth = kBytes / kElementBytes;
   static constexpr int kCount = kColumns / kWidth;
   static constexpr uint32_t kLayoutType = kBytes == 128 ? 1 : 2;
 
@@ -60,7 +61,8 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t low, int bytes_further) 
 
 namespace gmma = cute::SM90::GMMA;
 
-// The instruction for 64 x N x 16 with A from shared memory (kShared) and registers (kRegister).
+// The instruction for 64 x N x 32 bytes with A from shared memory (kShared) and registers
+// (kRegister).
 template <class Element, int N, gmma::Major kMajorB>
 struct WgmmaOp;
 
@@ -74,6 +76,11 @@ struct WgmmaOp;
   struct WgmmaOp<__half, N, kMajorB> {                                              \
     using Shared = gmma::MMA_64x##N##x16_F32F16F16_SS<gmma::Major::K, kMajorB>;     \
     using Register = gmma::MMA_64x##N##x16_F32F16F16_RS<gmma::Major::K, kMajorB>;   \
+  };                                                                                \
+  template <>                                                                       \
+  struct WgmmaOp<__nv_fp8_e4m3, N, gmma::Major::K> {                                \
+    using Shared = gmma::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<>;                       \
+    using Register = gmma::MMA_64x##N##x32_F32E4M3E4M3_RS_TN<>;                     \
   };
 FLASH_ATTN3_WGMMA(64)
 FLASH_ATTN3_WGMMA(96)
@@ -107,14 +114,14 @@ __device__ __forceinline__ void wgmma_rs(const uint32_t* a, uint64_t b, float* d
 template <class Element, int N, int K>
 __device__ __forceinline__ void issue_qk_shared(uint32_t a_address, int rows_a, uint32_t b_address,
                                                 float (&s)[N / 2]) {
-  using P = Panel<K>;
+  using P = Panel<K, sizeof(Element)>;
   using Op = typename WgmmaOp<Element, N, gmma::Major::K>::Shared;
   const uint32_t a = k_major_low(a_address);
   const uint32_t b = k_major_low(b_address);
 #pragma unroll
-  for (int k = 0; k < K / 16; ++k) {
-    const int panel = k / (P::kWidth / 16);
-    const int within = k % (P::kWidth / 16) * 32;
+  for (int k = 0; k < P::kRowBytes / 32; ++k) {
+    const int panel = k / (P::kBytes / 32);
+    const int within = k % (P::kBytes / 32) * 32;
     detail::wgmma_ss<Op>(descriptor<P>(a, panel * rows_a * P::kBytes + within),
                          descriptor<P>(b, panel * N * P::kBytes + within), s,
                          k == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
@@ -122,17 +129,17 @@ __device__ __forceinline__ void issue_qk_shared(uint32_t a_address, int rows_a, 
   }
 }
 
-// The same with A's fragments in registers: a[4 * k .. 4 * k + 3] for the k-th 16 columns.
+// The same with A's fragments in registers: a[4 * k .. 4 * k + 3] for the k-th 32 bytes.
 template <class Element, int N, int K>
-__device__ __forceinline__ void issue_qk_register(const uint32_t (&a)[K / 4], uint32_t b_address,
-                                                  float (&s)[N / 2]) {
-  using P = Panel<K>;
+__device__ __forceinline__ void issue_qk_register(const uint32_t (&a)[K * sizeof(Element) / 8],
+                                                  uint32_t b_address, float (&s)[N / 2]) {
+  using P = Panel<K, sizeof(Element)>;
   using Op = typename WgmmaOp<Element, N, gmma::Major::K>::Register;
   const uint32_t b = k_major_low(b_address);
 #pragma unroll
-  for (int k = 0; k < K / 16; ++k) {
-    const int panel = k / (P::kWidth / 16);
-    const int within = k % (P::kWidth / 16) * 32;
+  for (int k = 0; k < P::kRowBytes / 32; ++k) {
+    const int panel = k / (P::kBytes / 32);
+    const int within = k % (P::kBytes / 32) * 32;
     detail::wgmma_rs<Op>(a + 4 * k, descriptor<P>(b, panel * N * P::kBytes + within), s,
                          k == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
                          std::make_index_sequence<N / 2>{});
@@ -152,6 +159,24 @@ __device__ __forceinline__ void issue_pv(const uint32_t (&p)[K / 4], uint32_t v_
         p + 4 * k, descriptor<Pv>(v, k * 16 * Pv::kBytes), o,
         k == 0 ? (accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero) : gmma::ScaleOut::One,
         std::make_index_sequence<Dv / 2>{});
+  }
+}
+
+// O[64 x kOutputs] (+)= P[64 x K] V[K x kOutputs] in e4m3: V lies transposed, a panel of K bytes a
+// row, of which kOutputs rows from v_address on are read.
+template <int kOutputs, int K>
+__device__ __forceinline__ void issue_pv_transposed(const uint32_t (&p)[K / 8], uint32_t v_address,
+                                                    float* o, bool accumulate) {
+  using P = Panel<K, 1>;
+  static_assert(P::kCount == 1);
+  using Op = typename WgmmaOp<__nv_fp8_e4m3, kOutputs, gmma::Major::K>::Register;
+  const uint32_t v = k_major_low(v_address);
+#pragma unroll
+  for (int k = 0; k < K / 32; ++k) {
+    detail::wgmma_rs<Op>(
+        p + 4 * k, descriptor<P>(v, k * 32), o,
+        k == 0 ? (accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero) : gmma::ScaleOut::One,
+        std::make_index_sequence<kOutputs / 2>{});
   }
 }
 

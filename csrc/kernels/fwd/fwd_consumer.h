@@ -33,13 +33,14 @@ struct StreamBlock {
 
 template <class T>
 struct FwdConsumer {
-  using Element = typename T::Element;
+  using Element = typename T::Input;
   static constexpr int kScores = T::kBlockN / 2;
   // Exponentiated while P V still reads P.
   static constexpr int kHeld = T::Held::kScores;
   static constexpr int kEarly = kHeld > 0 ? kScores - kHeld : kScores / 16 * 8;
   static constexpr int kOutputs = T::kHeadDimV / 2;
-  static constexpr int kQueryRegisters = T::kQueryInRegisters ? T::kHeadDim / 4 : 1;
+  static constexpr int kQuerySteps = T::QueryPanel::kRowBytes / 32;  // products of one Q K^T
+  static constexpr int kQueryRegisters = T::kQueryInRegisters ? 4 * kQuerySteps : 1;
 
   // Where one place holds Q of this tile and of the next, the last block is left to the general
   // step, which frees it before the softmax.
@@ -143,7 +144,7 @@ struct FwdConsumer {
     const int used = tile.q_len - tile.row0 - warpgroup * T::kRowsPerConsumer;
     if constexpr (T::kQueryInRegisters) {
 #pragma unroll
-      for (int k = 0; k < T::kHeadDim / 16; ++k) {
+      for (int k = 0; k < kQuerySteps; ++k) {
         uint32_t fragment[4];
         load_q_fragment(k, fragment);
 #pragma unroll
@@ -152,7 +153,7 @@ struct FwdConsumer {
       if (used < T::kRowsPerConsumer) {
         const int row = thread() / 32 * 16 + thread() % 32 / 4;
 #pragma unroll
-        for (int i = 0; i < T::kHeadDim / 4; ++i) {
+        for (int i = 0; i < 4 * kQuerySteps; ++i) {
           if (row + 8 * (i % 2) >= used) q[i] = 0;
         }
       }
@@ -165,7 +166,7 @@ struct FwdConsumer {
 
   // Each warp clears its own rows from `used` on; all of them before the warpgroup's next product.
   __device__ __forceinline__ void clear_q_rows(int used) {
-    using P = Panel<T::kHeadDim>;
+    using P = typename T::QueryPanel;
     const int warp_row = thread() / 32 * 16;
 #pragma unroll 1
     for (int panel = 0; panel < P::kCount; ++panel) {
@@ -180,7 +181,7 @@ struct FwdConsumer {
     named_barrier_sync(kQueryCleared + warpgroup, 128);
   }
 
-  // Columns 16 k .. 16 k + 15 of this warp's rows of Q, as the A operand of a product.
+  // Bytes 32 k .. 32 k + 31 of this warp's rows of Q, as the A operand of a product.
   __device__ __forceinline__ void load_q_fragment(int k, uint32_t (&fragment)[4]) {
     const int thread = thread_index() % 128;
     const int row = thread / 32 * 16 + thread % 16;
@@ -192,7 +193,7 @@ struct FwdConsumer {
   // Address of a 16-byte chunk of a row of Q or K in panels of kRows rows.
   template <int kRows>
   static __device__ __forceinline__ uint32_t fragment_address(uint32_t base, int row, int chunk) {
-    using P = Panel<T::kHeadDim>;
+    using P = typename T::QueryPanel;
     constexpr int kChunks = P::kBytes / 16;
     return base + chunk / kChunks * kRows * P::kBytes + row * P::kBytes +
            P::swizzle(row, chunk % kChunks) * 16;
@@ -207,7 +208,7 @@ struct FwdConsumer {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = 0.0f;
 #pragma unroll
-    for (int k = 0; k < T::kHeadDim / 16; ++k) {
+    for (int k = 0; k < kQuerySteps; ++k) {
       uint32_t a[4];
       if constexpr (T::kQueryInRegisters) {
 #pragma unroll
@@ -220,8 +221,8 @@ struct FwdConsumer {
         uint32_t b[4];
         load_matrix_x4(b, fragment_address<T::kBlockN>(k_base, n * 16 + lane / 16 * 8 + lane % 8,
                                                        2 * k + lane / 8 % 2));
-        mma_16x8x16<Element>(s + 8 * n, a, b[0], b[1]);
-        mma_16x8x16<Element>(s + 8 * n + 4, a, b[2], b[3]);
+        mma_16x8<Element>(s + 8 * n, a, b[0], b[1]);
+        mma_16x8<Element>(s + 8 * n + 4, a, b[2], b[3]);
       }
     }
   }
@@ -474,21 +475,26 @@ struct FwdConsumer {
     finish_tile(t.current, factor, t.o);
   }
 
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run() { run(*this); }
+
+  // Self has the steps: this struct, or one that derives from it.
+  template <class Self>
+  __device__ __forceinline__ void run(Self& self) {
     if (warpgroup == T::kConsumers - 1) {
       named_barrier_arrive(kTurn, 256);  // the first turn is warpgroup 0's
     }
-    Stream t;
+    typename Self::Stream t;
     while (start_stream()) {
       leave_out_v();
-      first_block(t);
-      run_stream(t);
-      last_block(t);
+      self.first_block(t);
+      run_stream(self, t);
+      self.last_block(t);
     }
     epilogue.finish();
   }
 
-  __device__ __forceinline__ void run_stream(Stream& t) {
+  template <class Self>
+  __device__ __forceinline__ void run_stream(Self& self, typename Self::Stream& t) {
     bool more = advance();
     while (more) {
       if (newest.plain() && params.transform == ScoreTransform::kNone &&
@@ -496,7 +502,7 @@ struct FwdConsumer {
         // A short loop of its own for the blocks that are most of the work.
         const TileInfo& tile = shared.tiles[tile_ring.slot()];
         const int end = larger(tile.n_begin + kLeaveLast, tile.plain[warpgroup].begin);
-        for (; newest.n >= end; --newest.n) step<true>(t);
+        for (; newest.n >= end; --newest.n) self.template step<true>(t);
         if (newest.n >= tile.n_begin) {
           set_newest(newest.n, 0);
         } else {
@@ -505,7 +511,7 @@ struct FwdConsumer {
           more = advance();
         }
       } else {
-        step<false>(t);
+        self.template step<false>(t);
         more = advance();
       }
     }

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   if (warp < 4) {
     registers_give_back<T::kProducerRegisters>();
     if (warp == 0) {
-      FwdProducer<T>{params, shared, lane}.run();
+      FwdProducer<T>{{params, shared, lane}}.run();
     } else if (warp == 1) {
       FwdScheduler<T>{params, shared, lane}.run();
     } else if (warp == 2) {

@@ -7,9 +7,11 @@
 
 namespace flash_attn3 {
 
-template <class T>
-struct FwdProducer {
-  const FwdKernelParams& params;
+// The loop over tiles and blocks. Loads is the struct that derives from this one: it brings V, and
+// may note what else a block or a tile has beside its data.
+template <class T, class Loads>
+struct ProducerLoop {
+  const typename T::Params& params;
   typename T::SharedMemory& shared;
   int lane;
 
@@ -21,12 +23,15 @@ struct FwdProducer {
   static constexpr uint64_t kReadOnce = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
   static constexpr uint64_t kReadOften = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
 
-  // One tile of `rows` rows as panels, one copy each.
-  template <int kColumns>
+  __device__ __forceinline__ Loads& loads() { return static_cast<Loads&>(*this); }
+  // Before K of block n is asked for: by the whole warp.
+  __device__ __forceinline__ void note_k(const TileInfo&, int /*n*/) {}
+
+  // One tile of `rows` rows as panels P, one copy each.
+  template <class P>
   __device__ __forceinline__ void copy_panels(const CUtensorMap& map, uint64_t* barrier,
                                               uint64_t hint, uint8_t* destination, int rows,
                                               int row, int head, int batch) {
-    using P = Panel<kColumns>;
 #pragma unroll
     for (int panel = 0; panel < P::kCount; ++panel) {
       cute::SM90_TMA_LOAD_4D::copy(&map, barrier, hint, destination + panel * rows * P::kBytes,
@@ -41,10 +46,10 @@ struct FwdProducer {
       mbarrier_wait(&shared.q_empty[q_ring.slot()][w], q_ring.parity() ^ 1);
       if (lane == 0) {
         mbarrier_arrive_expect_bytes(&shared.q_full[q_ring.slot()][w], T::kQueryBytes);
-        copy_panels<T::kHeadDim>(params.q, &shared.q_full[q_ring.slot()][w], kReadOnce,
-                                 shared.q[q_ring.slot()][w], T::kRowsPerConsumer,
-                                 tile.q_base + tile.row0 + w * T::kRowsPerConsumer, tile.head,
-                                 tile.q_batch);
+        copy_panels<typename T::QueryPanel>(params.q, &shared.q_full[q_ring.slot()][w], kReadOnce,
+                                            shared.q[q_ring.slot()][w], T::kRowsPerConsumer,
+                                            tile.q_base + tile.row0 + w * T::kRowsPerConsumer,
+                                            tile.head, tile.q_batch);
       }
       __syncwarp();
     }
@@ -54,29 +59,15 @@ struct FwdProducer {
   __device__ __forceinline__ void load_k(const TileInfo& tile, int n) {
     const int stage = k_ring.slot();
     mbarrier_wait(&shared.k_empty[stage], k_ring.parity() ^ 1);
+    loads().note_k(tile, n);
     if (lane == 0) {
       mbarrier_arrive_expect_bytes(&shared.k_full[stage], T::kKeyBytes);
-      copy_panels<T::kHeadDim>(params.k, &shared.k_full[stage], kReadOften, shared.k[stage],
-                               T::kBlockN, tile.k_base + n * T::kBlockN, tile.head_kv,
-                               tile.k_batch);
+      copy_panels<typename T::QueryPanel>(params.k, &shared.k_full[stage], kReadOften,
+                                          shared.k[stage], T::kBlockN, tile.k_base + n * T::kBlockN,
+                                          tile.head_kv, tile.k_batch);
     }
     __syncwarp();
     k_ring.advance();
-  }
-
-  __device__ __forceinline__ void load_v(const TileInfo& tile, int n) {
-    const int stage = v_ring.slot();
-    mbarrier_wait(&shared.v_empty[stage], v_ring.parity() ^ 1);
-    if (lane == 0) {
-      // The tail warp says v_full where it has rows to clear first.
-      uint64_t* barrier =
-          has_tail<T::kBlockN>(params, tile, n) ? &shared.v_tail[stage] : &shared.v_full[stage];
-      mbarrier_arrive_expect_bytes(barrier, T::kValueBytes);
-      copy_panels<T::kHeadDimV>(params.v, barrier, kReadOften, shared.v[stage], T::kBlockN,
-                                tile.k_base + n * T::kBlockN, tile.head_kv, tile.k_batch);
-    }
-    __syncwarp();
-    v_ring.advance();
   }
 
   // Tells the scheduler that the next tile will soon be needed: once a tile.
@@ -117,18 +108,37 @@ struct FwdProducer {
         for (int n = tile.n_end - 2; n >= tile.n_begin; --n) {
           if (n == wanted_at) want_tile();
           load_k(tile, n);
-          load_v(tile, n + 1);
+          loads().load_v(tile, n + 1);
         }
       } else {
         want_tile();
       }
       first = false;
       if constexpr (T::kQueryAhead) look_ahead();
-      if (any_block) load_v(tile, tile.n_begin);
+      if (any_block) loads().load_v(tile, tile.n_begin);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&shared.tile_empty[tile_ring.slot()]);
       tile_ring.advance();
     }
+  }
+};
+
+template <class T>
+struct FwdProducer : ProducerLoop<T, FwdProducer<T>> {
+  __device__ __forceinline__ void load_v(const TileInfo& tile, int n) {
+    const int stage = this->v_ring.slot();
+    mbarrier_wait(&this->shared.v_empty[stage], this->v_ring.parity() ^ 1);
+    if (this->lane == 0) {
+      // The tail warp says v_full where it has rows to clear first.
+      uint64_t* barrier = has_tail<T::kBlockN>(this->params, tile, n) ? &this->shared.v_tail[stage]
+                                                                      : &this->shared.v_full[stage];
+      mbarrier_arrive_expect_bytes(barrier, T::kValueBytes);
+      this->template copy_panels<typename T::ValuePanel>(
+          this->params.v, barrier, this->kReadOften, this->shared.v[stage], T::kBlockN,
+          tile.k_base + n * T::kBlockN, tile.head_kv, tile.k_batch);
+    }
+    __syncwarp();
+    this->v_ring.advance();
   }
 };
 

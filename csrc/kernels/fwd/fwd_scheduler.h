@@ -27,7 +27,7 @@ __device__ __forceinline__ SequenceSpan sequence_span(const int32_t* cu_seqlens,
 
 template <class T>
 struct FwdScheduler {
-  const FwdKernelParams& params;
+  const typename T::Params& params;
   typename T::SharedMemory& shared;
   int lane;
   int round = 0;  // of the static order
@@ -84,7 +84,7 @@ struct FwdScheduler {
     if (spans_known) return;
     const int index = smaller(window + lane, params.batch - 1);
     const int sequence = params.workspace[RaggedPlan::kHeader + index];
-    shared.window[lane] = {q_span(sequence), k_span(sequence)};
+    shared.window[lane] = {q_span(sequence), k_span(sequence), sequence};
     spans_known = true;
     __syncwarp();
   }
@@ -118,7 +118,7 @@ struct FwdScheduler {
         q_tile = params.q_tiles - 1 - within / pairs;
         const int batch = pair / params.heads;
         info.head = pair - batch * params.heads;
-        sequence = {q_span(batch), k_span(batch)};
+        sequence = {q_span(batch), k_span(batch), batch};
       }
       fill_tile(sequence, q_tile * T::kBlockM, info);
     }
@@ -139,6 +139,7 @@ struct FwdScheduler {
     info.q_base = sequence.q.base;
     info.k_batch = sequence.k.batch;
     info.k_base = sequence.k.base;
+    info.sequence = sequence.sequence;
     const BlockRange blocks = visible_blocks(
         params.mask, row0, smaller(row0 + T::kBlockM, q_len) - 1, q_len, k_len, T::kBlockN);
     info.n_begin = blocks.begin;
@@ -147,6 +148,7 @@ struct FwdScheduler {
     for (int w = 0; w < T::kConsumers; ++w) {
       const int first_row = row0 + w * T::kRowsPerConsumer;
       const int last_row = smaller(first_row + T::kRowsPerConsumer, q_len) - 1;
+      if constexpr (T::kScaled) info.q_scale[w] = query_scale(params, info, first_row);
       info.plain[w] = unmasked_blocks(params.mask, first_row, last_row, q_len, k_len, T::kBlockN);
       if constexpr (T::kMostUnseen > 0) {
         // Every consumer has a block, so that all streams begin and end with the same tiles.

@@ -25,7 +25,7 @@ struct FwdTail {
   int lane;
 
   __device__ __forceinline__ void clear(int stage, int valid_rows) {
-    using P = Panel<T::kHeadDimV>;
+    using P = typename T::ValuePanel;
     for (int panel = 0; panel < P::kCount; ++panel) {
       uint8_t* rows = shared.v[stage] + panel * T::kBlockN * P::kBytes;
       for (int at = valid_rows * P::kBytes + lane * 16; at < T::kBlockN * P::kBytes;

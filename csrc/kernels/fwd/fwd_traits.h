@@ -55,6 +55,7 @@ struct SequenceSpan {
 struct PlannedSequence {
   SequenceSpan q;
   SequenceSpan k;
+  int32_t sequence;
 };
 
 // One unit of work, written by the scheduler warp, read by producer, tail warp and all
@@ -70,15 +71,21 @@ struct TileInfo {
   int32_t q_base;
   int32_t k_batch;
   int32_t k_base;
+  int32_t sequence;
   int32_t n_begin;  // KV blocks n_begin <= n < n_end, visited from the last
   int32_t n_end;
   int32_t start[kMaxConsumers];     // each consumer's rows see no key of the blocks from here on
+  float q_scale[kMaxConsumers];     // e4m3: of each consumer's rows
   BlockRange plain[kMaxConsumers];  // of each consumer's rows: blocks that need no mask
 };
 
+struct FwdKernelParams;
+
 template <class Element_, int kHeadDim_, int kHeadDimV_, class Schedule>
 struct FwdTraits : Schedule {
-  using Element = Element_;
+  using Params = FwdKernelParams;
+  using Input = Element_;    // of Q, K, V
+  using Element = Element_;  // of O
   using Schedule::kBlockN;
   using Schedule::kConsumers;
   using Schedule::kKeyStages;
@@ -87,8 +94,11 @@ struct FwdTraits : Schedule {
   using Schedule::kStagedOut;
   using Schedule::kValueStages;
 
+  static constexpr bool kScaled = false;  // Q, K and V have scales
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
+  using QueryPanel = Panel<kHeadDim>;  // of K too
+  using ValuePanel = Panel<kHeadDimV>;
   static constexpr int kRowsPerConsumer = 64;
   static constexpr int kBlockM = kConsumers * kRowsPerConsumer;
   static constexpr int kThreads = 128 * (1 + kConsumers);

@@ -1,0 +1,34 @@
+// The one table of compiled head dims of the e4m3 forward and their schedules.
+#pragma once
+
+#include "kernels/fp8/fp8_traits.h"
+
+namespace flash_attn3 {
+
+// Consumers, stages of K, of V as it lies in memory, of V transposed, of Q, where Q lies, how O
+// leaves, where P V is summed.
+template <int kHeadDim, int kHeadDimV>
+struct Fp8ScheduleOf;
+
+template <>
+struct Fp8ScheduleOf<64, 64> {
+  using Type =
+      Fp8Schedule<2, 4, 3, 4, 2, QuerySource::kRegisters, OutPath::kStaged, Promotion::kWhole>;
+};
+template <>
+struct Fp8ScheduleOf<128, 128> {
+  using Type =
+      Fp8Schedule<2, 4, 2, 4, 2, QuerySource::kShared, OutPath::kStaged, Promotion::kWhole>;
+};
+template <>
+struct Fp8ScheduleOf<192, 128> {
+  using Type =
+      Fp8Schedule<2, 3, 2, 3, 1, QuerySource::kShared, OutPath::kStaged, Promotion::kWhole>;
+};
+template <>
+struct Fp8ScheduleOf<256, 256> {
+  using Type =
+      Fp8Schedule<2, 2, 1, 2, 1, QuerySource::kShared, OutPath::kDirect, Promotion::kChunks>;
+};
+
+}  // namespace flash_attn3

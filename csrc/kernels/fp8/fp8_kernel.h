@@ -1,0 +1,70 @@
+// The persistent e4m3 forward kernel: set-up, then each warpgroup takes its role.
+#pragma once
+
+#include "kernels/fp8/fp8_consumer.h"
+#include "kernels/fp8/fp8_producer.h"
+#include "kernels/fp8/fp8_scales.h"
+#include "kernels/fp8/fp8_transpose.h"
+#include "kernels/fwd/fwd_scheduler.h"
+
+namespace flash_attn3 {
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    fp8_fwd_kernel(const __grid_constant__ Fp8KernelParams params) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  auto& shared = *reinterpret_cast<typename T::SharedMemory*>(raw);
+
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    constexpr int kConsumerWarps = 4 * T::kConsumers;
+    for (int stage = 0; stage < T::kQueryStages; ++stage) {
+      for (int w = 0; w < T::kConsumers; ++w) {
+        mbarrier_init(&shared.q_full[stage][w], 1);
+        mbarrier_init(&shared.q_empty[stage][w], 4);
+      }
+    }
+    for (int stage = 0; stage < T::kKeyStages; ++stage) {
+      mbarrier_init(&shared.k_full[stage], 1);
+      mbarrier_init(&shared.k_empty[stage], kConsumerWarps);
+    }
+    for (int stage = 0; stage < T::kRawStages; ++stage) {
+      mbarrier_init(&shared.v_raw_full[stage], 1);
+      mbarrier_init(&shared.v_raw_empty[stage], 2);
+    }
+    for (int stage = 0; stage < T::kValueStages; ++stage) {
+      mbarrier_init(&shared.v_full[stage], T::kTransposes ? T::kTransposers : 1);
+      mbarrier_init(&shared.v_empty[stage], kConsumerWarps);
+    }
+    for (int slot = 0; slot < T::kTileSlots; ++slot) {
+      mbarrier_init(&shared.tile_full[slot], 1);
+      // The producer reads tiles too, and so do the transposing warps.
+      mbarrier_init(&shared.tile_empty[slot], 1 + T::kTransposers + kConsumerWarps);
+    }
+    for (int odd = 0; odd < 2; ++odd) mbarrier_init(&shared.tile_wanted[odd], 1);
+    shared.nonzero = 1;
+    mbarrier_init_fence();
+    prefetch_tensor_map(&params.q);
+    prefetch_tensor_map(&params.k);
+    prefetch_tensor_map(&params.v);
+    if constexpr (T::kStagedOut) prefetch_tensor_map(&params.out_map);
+  }
+  __syncthreads();
+
+  if (warp < 4) {
+    registers_give_back<T::kProducerRegisters>();
+    if (warp == 0) {
+      Fp8Producer<T>{{params, shared, lane}}.run();
+    } else if (warp == 1) {
+      FwdScheduler<T>{params, shared, lane}.run();
+    } else if constexpr (T::kTransposes) {
+      Fp8Transposer<T>{params, shared, warp - 2, lane}.run();
+    }
+  } else {
+    registers_take<T::kConsumerRegisters>();
+    Fp8Consumer<T>{{params, shared, {params}, warp / 4 - 1}, params}.run();
+  }
+}
+
+}  // namespace flash_attn3

@@ -1,0 +1,72 @@
+// The producer warp of the e4m3 forward: Q, K, V by TMA, and their scales beside them.
+#pragma once
+
+#include "kernels/fp8/fp8_scales.h"
+#include "kernels/fp8/fp8_traits.h"
+#include "kernels/fwd/fwd_producer.h"
+
+namespace flash_attn3 {
+
+template <class T>
+struct Fp8Producer : ProducerLoop<T, Fp8Producer<T>> {
+  // Scales of 32 blocks, one a lane, from the block of the last reading downwards.
+  float k_scales = 1.0f;
+  float v_scales = 1.0f;
+
+  __device__ __forceinline__ float read_scales(const ScaleView& view, const TileInfo& tile,
+                                               int n) const {
+    if (view.data == nullptr) return 1.0f;
+    const float* scales = first_scale(view, this->params.cu_seqlens_k != nullptr, tile.sequence,
+                                      tile.head_kv, tile.k_base);
+    return scales[view.block_rows == 0 ? 0 : larger(n - this->lane, 0)];
+  }
+
+  // The scale of block n; blocks come one after the other, from the tile's last.
+  __device__ __forceinline__ float next_scale(const ScaleView& view, const TileInfo& tile, int n,
+                                              float& held) const {
+    const int visited = tile.n_end - 1 - n;
+    if (visited % 32 == 0) held = read_scales(view, tile, n);
+    return __shfl_sync(0xffffffffu, held, visited % 32);
+  }
+
+  __device__ __forceinline__ void note_k(const TileInfo& tile, int n) {
+    const float scale = next_scale(this->params.k_scale, tile, n, k_scales);
+    if (this->lane == 0) this->shared.k_scale[this->k_ring.slot()] = scale;
+  }
+
+  __device__ __forceinline__ void load_v(const TileInfo& tile, int n) {
+    const float scale = next_scale(this->params.v_scale, tile, n, v_scales);
+    if constexpr (T::kTransposes) {
+      const int stage = raw_ring.slot();
+      mbarrier_wait(&this->shared.v_raw_empty[stage], raw_ring.parity() ^ 1);
+      if (this->lane == 0) {
+        this->shared.v_raw_scale[stage] = scale;
+        mbarrier_arrive_expect_bytes(&this->shared.v_raw_full[stage], T::kValueBytes);
+        this->template copy_panels<typename T::ValuePanel>(
+            this->params.v, &this->shared.v_raw_full[stage], this->kReadOften,
+            this->shared.v_raw[stage], T::kBlockN, tile.k_base + n * T::kBlockN, tile.head_kv,
+            tile.k_batch);
+      }
+      __syncwarp();
+      raw_ring.advance();
+    } else {
+      const int stage = this->v_ring.slot();
+      mbarrier_wait(&this->shared.v_empty[stage], this->v_ring.parity() ^ 1);
+      if (this->lane == 0) {
+        this->shared.v_scale[stage] = scale;
+        const bool ragged = this->params.cu_seqlens_k != nullptr;
+        const int first = ragged ? tile.k_base / T::kBlockN + tile.sequence
+                                 : tile.sequence * this->params.v_blocks;
+        mbarrier_arrive_expect_bytes(&this->shared.v_full[stage], T::kValueBytes);
+        cute::SM90_TMA_LOAD_4D::copy(&this->params.v, &this->shared.v_full[stage], this->kReadOften,
+                                     this->shared.v[stage], 0, 0, tile.head_kv, first + n);
+      }
+      __syncwarp();
+      this->v_ring.advance();
+    }
+  }
+
+  RingPosition<T::kRawStages> raw_ring;
+};
+
+}  // namespace flash_attn3

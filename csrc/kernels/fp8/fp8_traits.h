@@ -1,0 +1,102 @@
+// Shapes, shared memory and register budget of one compiled e4m3 forward kernel.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include "kernels/fp8/value_layout.h"
+#include "kernels/fwd/fwd_traits.h"
+
+namespace flash_attn3 {
+
+// Where P V of a block is summed. The tensor unit keeps about 13 bits of a sum and cuts off the
+// rest, so that only one block's sum is left to it: O adds them up in fp32 by ordinary arithmetic.
+enum class Promotion {
+  kWhole,   // in registers of their own, as many as O has; P V runs under the next softmax
+  kChunks,  // 128 columns at a time in the registers that hold scores otherwise
+};
+
+// Where V comes from.
+enum class ValueSource {
+  kRows,        // [key][column]: two warps transpose each block in shared memory
+  kTransposed,  // from quantize(): as ValueLayout has it, without the swizzle
+};
+
+// What fp8_config.h chooses for a pair of head dims. The KV block is ValueLayout's.
+template <int kConsumers_, int kKeyStages_, int kRawStages_, int kValueStages_, int kQueryStages_,
+          QuerySource kQuerySource_, OutPath kOutPath_, Promotion kPromotion_>
+struct Fp8Schedule : FwdSchedule<kConsumers_, ValueLayout::kKeys, kKeyStages_, kValueStages_,
+                                 kQueryStages_, kQuerySource_, kOutPath_, HeldNone> {
+  static constexpr int kRawStages = kRawStages_;
+  static constexpr bool kInChunks = kPromotion_ == Promotion::kChunks;
+};
+
+struct Fp8KernelParams;
+
+template <int kHeadDim_, int kHeadDimV_, ValueSource kValueSource, class Schedule>
+struct Fp8Traits : Schedule {
+  using Params = Fp8KernelParams;
+  using Input = __nv_fp8_e4m3;    // of Q, K, V
+  using Element = __nv_bfloat16;  // of O
+  using Schedule::kBlockN;
+  using Schedule::kConsumers;
+  using Schedule::kKeyStages;
+  using Schedule::kQueryInRegisters;
+  using Schedule::kQueryStages;
+  using Schedule::kRawStages;
+  using Schedule::kStagedOut;
+  using Schedule::kValueStages;
+
+  static constexpr bool kScaled = true;  // Q, K and V have scales
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  using QueryPanel = Panel<kHeadDim, 1>;  // of K too
+  using ValuePanel = Panel<kHeadDimV, 1>;
+  static constexpr bool kTransposes = kValueSource == ValueSource::kRows;
+  static constexpr int kTransposers = kTransposes ? 2 : 0;  // warps
+  static constexpr int kRowsPerConsumer = 64;
+  static constexpr int kBlockM = kConsumers * kRowsPerConsumer;
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kTileSlots = 4;
+  static constexpr bool kQueryAhead = kQueryInRegisters || kQueryStages > 1;
+  // No block is taller than a tile: nothing to leave out (FwdTraits).
+  static constexpr int kMostUnseen = 0;
+
+  static constexpr int kProducerRegisters = 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536);
+
+  static constexpr int kQueryBytes = kRowsPerConsumer * kHeadDim;
+  static constexpr int kKeyBytes = kBlockN * kHeadDim;
+  static constexpr int kValueBytes = kBlockN * kHeadDimV;
+  static constexpr int kOutBytes = kStagedOut ? kRowsPerConsumer * kHeadDimV * 2 : 16;
+
+  struct SharedMemory {
+    alignas(1024) uint8_t q[kQueryStages][kConsumers][kQueryBytes];
+    alignas(1024) uint8_t k[kKeyStages][kKeyBytes];
+    alignas(1024) uint8_t v[kValueStages][kValueBytes];  // transposed
+    alignas(1024) uint8_t v_raw[kTransposes ? kRawStages : 1][kTransposes ? kValueBytes : 16];
+    alignas(kStagedOut ? 1024 : 16) uint8_t o[kConsumers][kOutBytes];
+
+    alignas(8) uint64_t q_full[kQueryStages][kConsumers];
+    uint64_t q_empty[kQueryStages][kConsumers];
+    uint64_t k_full[kKeyStages];
+    uint64_t k_empty[kKeyStages];
+    uint64_t v_raw_full[kRawStages];   // the copy engine has written V as it lies in memory
+    uint64_t v_raw_empty[kRawStages];  // the transposing warps have read it
+    uint64_t v_full[kValueStages];
+    uint64_t v_empty[kValueStages];
+    uint64_t tile_full[kTileSlots];
+    uint64_t tile_empty[kTileSlots];
+    uint64_t tile_wanted[2];
+    // Of the block in the stage; written before the arrival that its full barrier waits for.
+    float k_scale[kKeyStages];
+    float v_scale[kValueStages];
+    float v_raw_scale[kRawStages];
+    alignas(16) TileInfo tiles[kTileSlots];
+    uint32_t nonzero;
+    PlannedSequence window[32];
+  };
+};
+
+}  // namespace flash_attn3
