@@ -16,6 +16,10 @@ from errors import BuildError
 
 # The slow ones first: ninja starts them in this order, so the last minutes are not one long unit.
 KERNEL_UNITS = (
+    "fwd_e4m3_d256",
+    "fwd_e4m3_d192_128",
+    "fwd_e4m3_d128",
+    "fwd_e4m3_d64",
     "fwd_bf16_d256",
     "fwd_fp16_d256",
     "fwd_bf16_d192",

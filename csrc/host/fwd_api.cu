@@ -1,23 +1,16 @@
 // The forward half of the C interface: checks, choice of the instantiation, run-time parameters.
-#include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
-#include <mutex>
 #include <string>
 
+#include "host/call.h"
 #include "host/claim_counter.h"
 #include "host/fwd_dispatch.h"
 #include "host/ragged_plan.h"
 #include "kernels/attn/online_softmax.h"
 
 namespace flash_attn3 {
-
-Status cuda_status(const char* doing, cudaError_t error) {
-  (void)cudaGetLastError();  // reported here, not by the next good call
-  return Status::cuda(std::string("CUDA error while ") + doing + ": " + cudaGetErrorString(error));
-}
 
 namespace {
 
@@ -36,92 +29,6 @@ int32_t bounded_window(int32_t window) {
 }
 
 bool is_ragged_q(const FwdParams& in) { return in.cu_seqlens_q != nullptr; }
-
-Status check(const FwdParams& in) {
-  if (in.q == nullptr || in.k == nullptr || in.v == nullptr || in.out == nullptr ||
-      in.lse == nullptr) {
-    return Status::invalid("q, k, v, out and lse must not be null.");
-  }
-  if (in.batch < 1 || in.heads < 1 || in.heads_kv < 1 || in.heads % in.heads_kv != 0) {
-    return Status::invalid("batch and heads must be positive, and heads_kv must divide heads.");
-  }
-  for (const int32_t d : {in.head_dim, in.head_dim_v}) {
-    if (d < 8 || d > 256 || d % 8 != 0) {
-      return Status::invalid("head dims must be multiples of 8 from 8 to 256, not " +
-                             std::to_string(d) + ".");
-    }
-  }
-  const int64_t rows_q = is_ragged_q(in) ? in.total_q : in.max_seqlen_q;
-  const int64_t rows_k = in.cu_seqlens_k != nullptr ? in.total_k : in.max_seqlen_k;
-  if (rows_q < 1 || rows_k < 1 || rows_q > kMostRows || rows_k > kMostRows) {
-    return Status::invalid("q and k must have between 1 and 2^30 rows.");
-  }
-  // Tiles of 128 rows are counted in 32 bits.
-  const double tiles =
-      is_ragged_q(in) ? double(rows_q) / 128 + in.batch : (double(rows_q) / 128 + 1) * in.batch;
-  if (tiles * in.heads >= double(1 << 30)) {
-    return Status::invalid("q has too many rows times heads: 2^30 tiles of 128 rows is the limit.");
-  }
-  if (in.device < 0) return Status::invalid("device must not be negative.");
-  if (flash_attn3_fwd_workspace_bytes(&in) > 0 && in.workspace == nullptr) {
-    return Status::invalid("workspace must not be null for this call.");
-  }
-  return {};
-}
-
-struct DeviceInfo {
-  int major = 0, minor = 0;
-  FwdContext context{};
-};
-
-// Asked once per device; several threads may ask at a time.
-Status device_info(int device, DeviceInfo* info) {
-  static DeviceInfo cache[kMaxDevices];
-  static std::atomic<bool> known[kMaxDevices];
-  static std::mutex writing;
-  if (device < kMaxDevices && known[device].load(std::memory_order_acquire)) {
-    *info = cache[device];
-    return {};
-  }
-  int sms = 0, l2 = 0;
-  cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&info->major, cudaDevAttrComputeCapabilityMajor, device);
-  }
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&info->minor, cudaDevAttrComputeCapabilityMinor, device);
-  }
-  if (error != cudaSuccess) return cuda_status("asking for the device's properties", error);
-  info->context = {sms, l2};
-  if (device < kMaxDevices) {
-    const std::lock_guard<std::mutex> lock(writing);
-    cache[device] = *info;
-    known[device].store(true, std::memory_order_release);
-  }
-  return {};
-}
-
-// The caller may have another device current; ours is until the end of the call.
-class DeviceScope {
- public:
-  explicit DeviceScope(int device) {
-    error_ = cudaGetDevice(&before_);
-    if (error_ == cudaSuccess && before_ != device) {
-      error_ = cudaSetDevice(device);
-      changed_ = error_ == cudaSuccess;
-    }
-  }
-  ~DeviceScope() {
-    if (changed_) cudaSetDevice(before_);
-  }
-  cudaError_t error() const { return error_; }
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-  cudaError_t error_;
-};
 
 using Launch = Status (*)(const FwdParams&, const FwdContext&, cudaStream_t, FwdPlan*);
 
@@ -175,15 +82,10 @@ const char* dtype_name(DType dtype) { return dtype == DType::kBFloat16 ? "bf16" 
 
 Status run(const FwdParams* in, cudaStream_t stream, FwdPlan* plan) {
   if (in == nullptr) return Status::invalid("params must not be null.");
-  Status status = check(*in);
-  DeviceInfo info;
-  if (status.ok()) status = device_info(in->device, &info);
+  Status status = check_fwd(*in);
+  FwdContext context;
+  if (status.ok()) status = hopper_context(in->device, &context);
   if (!status.ok()) return status;
-  if (info.major != 9 || info.minor != 0) {
-    return Status::not_compiled("These kernels need compute capability 9.0 (H100, H200); device " +
-                                std::to_string(in->device) + " has " + std::to_string(info.major) +
-                                "." + std::to_string(info.minor) + ".");
-  }
   for (const CompiledKernel& kernel : kCompiled) {
     if (kernel.launch == nullptr || kernel.dtype != in->dtype || kernel.head_dim < in->head_dim ||
         kernel.head_dim_v < in->head_dim_v) {
@@ -191,7 +93,7 @@ Status run(const FwdParams* in, cudaStream_t stream, FwdPlan* plan) {
     }
     const DeviceScope scope(in->device);
     if (scope.error() != cudaSuccess) return cuda_status("choosing the device", scope.error());
-    return kernel.launch(*in, info.context, stream, plan);
+    return kernel.launch(*in, context, stream, plan);
   }
   return Status::not_compiled(std::string("This build has no forward kernel for ") +
                               dtype_name(in->dtype) + " with head dims (" +
@@ -199,14 +101,39 @@ Status run(const FwdParams* in, cudaStream_t stream, FwdPlan* plan) {
                               "); it has " + flash_attn3_build_info() + ".");
 }
 
-int report(const Status& status, char* message, size_t message_size) {
-  if (message != nullptr && message_size > 0) {
-    std::snprintf(message, message_size, "%s", status.message.c_str());
-  }
-  return int(status.kind);
-}
-
 }  // namespace
+
+Status check_fwd(const FwdParams& in) {
+  if (in.q == nullptr || in.k == nullptr || in.v == nullptr || in.out == nullptr ||
+      in.lse == nullptr) {
+    return Status::invalid("q, k, v, out and lse must not be null.");
+  }
+  if (in.batch < 1 || in.heads < 1 || in.heads_kv < 1 || in.heads % in.heads_kv != 0) {
+    return Status::invalid("batch and heads must be positive, and heads_kv must divide heads.");
+  }
+  for (const int32_t d : {in.head_dim, in.head_dim_v}) {
+    if (d < 8 || d > 256 || d % 8 != 0) {
+      return Status::invalid("head dims must be multiples of 8 from 8 to 256, not " +
+                             std::to_string(d) + ".");
+    }
+  }
+  const int64_t rows_q = is_ragged_q(in) ? in.total_q : in.max_seqlen_q;
+  const int64_t rows_k = in.cu_seqlens_k != nullptr ? in.total_k : in.max_seqlen_k;
+  if (rows_q < 1 || rows_k < 1 || rows_q > kMostRows || rows_k > kMostRows) {
+    return Status::invalid("q and k must have between 1 and 2^30 rows.");
+  }
+  // Tiles of 128 rows are counted in 32 bits.
+  const double tiles =
+      is_ragged_q(in) ? double(rows_q) / 128 + in.batch : (double(rows_q) / 128 + 1) * in.batch;
+  if (tiles * in.heads >= double(1 << 30)) {
+    return Status::invalid("q has too many rows times heads: 2^30 tiles of 128 rows is the limit.");
+  }
+  if (in.device < 0) return Status::invalid("device must not be negative.");
+  if (flash_attn3_fwd_workspace_bytes(&in) > 0 && in.workspace == nullptr) {
+    return Status::invalid("workspace must not be null for this call.");
+  }
+  return {};
+}
 
 // Causal: the longest tiles come first, so that the last to be handed out are short. All pairs of
 // batch and head at once would read every K and V from memory again for each tile; the tiles of a
@@ -214,8 +141,9 @@ int report(const Status& status, char* message, size_t message_size) {
 // all SMs ended unevenly.
 int32_t section_pairs(const FwdParams& in, const FwdContext& context, int32_t q_tiles) {
   const double pairs = double(in.batch) * in.heads;
+  const double element_bytes = in.dtype == DType::kE4M3 ? 1.0 : 2.0;
   const double pair_bytes =
-      2.0 * in.max_seqlen_k * (in.head_dim + in.head_dim_v) * in.heads_kv / in.heads;
+      element_bytes * in.max_seqlen_k * (in.head_dim + in.head_dim_v) * in.heads_kv / in.heads;
   const double wanted =
       std::fmax(0.27 * context.l2_bytes / pair_bytes, 2.0 * context.sms / q_tiles);
   // To the nearest power of two, which divides the usual numbers of heads.

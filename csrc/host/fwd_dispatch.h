@@ -18,6 +18,9 @@ struct FwdContext {
 
 Status cuda_status(const char* doing, cudaError_t error);
 
+// What is wrong with a call, whatever its dtype.
+Status check_fwd(const FwdParams& in);
+
 // True where tiles are handed out by an atomic counter (dense calls).
 bool wants_dynamic_order(const FwdParams& in);
 

@@ -9,7 +9,7 @@
 
 namespace flash_attn3 {
 
-enum class DType : int32_t { kFloat16 = 0, kBFloat16 = 1 };
+enum class DType : int32_t { kFloat16 = 0, kBFloat16 = 1, kE4M3 = 2 };
 
 // Strides in elements; the last dimension is contiguous. `batch` is unused for a ragged tensor.
 struct Strides {
@@ -74,6 +74,49 @@ struct FwdPlan {
   int32_t grid;
 };
 
+// Scales that turn e4m3 values into real ones. One a KV head of a sequence, [B, Hk] with any
+// strides; or, with block_rows > 0, one for each block of so many rows of a head,
+// [B, heads, blocks], ragged [heads, blocks]: there sequence b's blocks start at
+// cu_seqlens[b] / block_rows + b. Scales of neighbouring blocks are neighbours.
+struct Fp8Scale {
+  const float* data;  // null: all 1
+  int64_t batch_stride;
+  int64_t head_stride;
+  int32_t block_rows;  // 0, or 64 or 128 for Q, 128 for K and V
+};
+
+// One forward call on e4m3 Q, K and V; out is bfloat16. D and Dv are multiples of 16.
+struct Fp8Params {
+  FwdParams fwd;  // dtype: kE4M3
+  Fp8Scale q_scale;
+  Fp8Scale k_scale;
+  Fp8Scale v_scale;
+  // V as QuantizeParams::transposed writes it, instead of rows: fwd.v_strides are of no use then.
+  int32_t v_transposed;
+};
+
+// Makes e4m3 and scales of one of Q, K and V, dense or ragged.
+struct QuantizeParams {
+  const void* in;             // [B, S, H, D] or [total, H, D], bfloat16 or float16
+  const float* mean;          // [B, H, D] or null: taken off each row, before the rotation
+  const int32_t* cu_seqlens;  // [B + 1] or null
+  const int32_t* seqused;     // [B] or null
+  void* out;                  // like `in`, contiguous; transposed: [blocks, H, D, 128]
+  float* scale;               // [B, H, blocks], ragged [H, blocks] (Fp8Scale)
+  Strides in_strides;
+  int32_t batch;
+  int32_t seqlen;  // dense: S
+  int64_t total;   // ragged: rows
+  int32_t max_seqlen;
+  int32_t heads;
+  int32_t head_dim;    // multiple of 16, at most 256
+  DType dtype;         // of `in`
+  int32_t block_rows;  // 64 or 128
+  int32_t rotate;      // 1: Hadamard along D, by the largest power of two that divides it
+  int32_t transposed;  // 1: for V, with block_rows 128
+  int32_t device;
+};
+
 }  // namespace flash_attn3
 
 #define FLASH_ATTN3_API extern "C" __attribute__((visibility("default")))
@@ -87,6 +130,19 @@ FLASH_ATTN3_API int flash_attn3_fwd_plan(const flash_attn3::FwdParams* params,
                                          flash_attn3::FwdPlan* plan, char* message,
                                          size_t message_size);
 FLASH_ATTN3_API int64_t flash_attn3_fwd_workspace_bytes(const flash_attn3::FwdParams* params);
+
+// The same for e4m3. A workspace as for params->fwd.
+FLASH_ATTN3_API int flash_attn3_fp8_fwd(const flash_attn3::Fp8Params* params, cudaStream_t stream,
+                                        char* message, size_t message_size);
+FLASH_ATTN3_API int flash_attn3_fp8_fwd_plan(const flash_attn3::Fp8Params* params,
+                                             flash_attn3::FwdPlan* plan, char* message,
+                                             size_t message_size);
+FLASH_ATTN3_API int flash_attn3_quantize(const flash_attn3::QuantizeParams* params,
+                                         cudaStream_t stream, char* message, size_t message_size);
+// The mean over the rows of each head, [B, H, D], which softmax does not see in K. `mean` is
+// written.
+FLASH_ATTN3_API int flash_attn3_mean(const flash_attn3::QuantizeParams* params, float* mean,
+                                     cudaStream_t stream, char* message, size_t message_size);
 
 // "nvcc 13.0.88; cutlass 4.2.0; fwd: bf16 (64,64) (128,128)...": what was compiled, one line.
 FLASH_ATTN3_API const char* flash_attn3_build_info();

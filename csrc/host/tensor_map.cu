@@ -34,16 +34,21 @@ Status encode_tensor_map(const TensorMapShape& shape, CUtensorMap* map) {
   }
   const cuuint64_t sizes[4] = {cuuint64_t(shape.columns), cuuint64_t(shape.rows),
                                cuuint64_t(shape.heads), cuuint64_t(shape.batch)};
-  const cuuint64_t strides[3] = {cuuint64_t(shape.row_stride) * 2,
-                                 cuuint64_t(shape.head_stride) * 2,
-                                 cuuint64_t(shape.batch_stride) * 2};
+  const int bytes = shape.element == MapElement::kByte ? 1 : 2;
+  const CUtensorMapDataType type =
+      shape.element == MapElement::kByte       ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+      : shape.element == MapElement::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const cuuint64_t strides[3] = {cuuint64_t(shape.row_stride * bytes),
+                                 cuuint64_t(shape.head_stride * bytes),
+                                 cuuint64_t(shape.batch_stride * bytes)};
   const cuuint32_t box[4] = {cuuint32_t(shape.box_columns), cuuint32_t(shape.box_rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   const auto encode_map = [&] {
     return encode(
-        map, shape.is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        4, const_cast<void*>(shape.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        shape.box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+        map, type, 4, const_cast<void*>(shape.data), sizes, strides, box, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE,
+        shape.box_columns * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode_map();

@@ -244,24 +244,47 @@ struct Fp8Consumer : FwdConsumer<T> {
 
   template <bool kPlain>
   __device__ __forceinline__ void step(Stream& t) {
-    if constexpr (kPlain && !T::kInChunks) {
-      step_overlapped(t);
-    } else {
+    if constexpr (T::kInChunks || !(kPlain || T::kOverlapsEdges)) {
       step_in_turn<kPlain>(t);
+    } else {
+      step_overlapped<kPlain>(t);
     }
   }
 
-  // A plain block, as in the forward: Q K^T of `newest` and P V of `current` are issued together,
-  // and the softmax of `newest` runs under P V.
+  // As in the forward: Q K^T of `newest` and P V of `current` are issued together, and the softmax
+  // of `newest` runs under P V.
+  template <bool kPlain>
   __device__ __forceinline__ void step_overlapped(Stream& t) {
     float s[kScores];
-    const float scale = take_block<true>(t) * fp8.scale_log2;
+    float scale = take_block<kPlain>(t);
     take_turn();
     issue_qk(t.q, s);
     issue_whole(t);
     pass_turn();
+    float factor[2];  // what O is to be multiplied by
+    const bool new_tile = !kPlain && newest.first();
+    bool moved = false;
+    if constexpr (!kPlain) {
+      if (new_tile) {
+        finish_rows(t.current, t.rows, factor);
+        t.rows.reset();
+      }
+    }
     wgmma_wait<1>();
     pin_registers(s);
+    if constexpr (kPlain) {
+      scale *= fp8.scale_log2;
+    } else {
+      release_k(newest.last());
+      scale = exponent_scale(scale, s);
+      adjust_scores(newest, s);
+      float rescale[2];
+      moved = move_references(t.rows, s, scale, rescale);
+      if (!new_tile) {
+        factor[0] = rescale[0];
+        factor[1] = rescale[1];
+      }
+    }
     t.rows.template exponentiate<0, kEarly>(s, scale, t.rows.sum);
     // The forward says why the wait for P V needs a branch before it.
     pin_registers(s);
@@ -269,9 +292,17 @@ struct Fp8Consumer : FwdConsumer<T> {
     mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
     wgmma_wait<0>();
     settle_whole(t);
+    if constexpr (!kPlain) {
+      if (new_tile) {
+        finish_tile(t.current, factor, t.o);
+        clear_out(t);
+      } else if (moved) {
+        scale_rows(t.o, factor);
+      }
+    }
     t.rows.template exponentiate<kEarly, kScores>(s, scale, t.rows.sum);
     pack_probabilities_e4m3(s, t.p);
-    check_plain(t, s, scale);
+    if constexpr (kPlain) check_plain(t, s, scale);
     t.current = newest;
   }
 

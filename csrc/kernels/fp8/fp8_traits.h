@@ -54,6 +54,8 @@ struct Fp8Traits : Schedule {
   using ValuePanel = Panel<kHeadDimV, 1>;
   static constexpr bool kTransposes = kValueSource == ValueSource::kRows;
   static constexpr int kTransposers = kTransposes ? 2 : 0;  // warps
+  // Masked blocks and changes of tile under P V too: from Dv 128 on they would spill.
+  static constexpr bool kOverlapsEdges = kHeadDimV <= 64;
   static constexpr int kRowsPerConsumer = 64;
   static constexpr int kBlockM = kConsumers * kRowsPerConsumer;
   static constexpr int kThreads = 128 * (1 + kConsumers);

@@ -23,14 +23,15 @@ constexpr int fwd_shared_bytes() {
 
 template <class T>
 Status encode_fwd_maps(const FwdParams& in, FwdKernelParams* out) {
-  const bool is_bfloat16 = in.dtype == DType::kBFloat16;
+  const MapElement element =
+      in.dtype == DType::kBFloat16 ? MapElement::kBFloat16 : MapElement::kFloat16;
   const bool ragged_q = in.cu_seqlens_q != nullptr;
   const bool ragged_k = in.cu_seqlens_k != nullptr;
   const int64_t k_rows = ragged_k ? in.total_k : in.max_seqlen_k;
   const int64_t k_batch = ragged_k ? 1 : in.batch;
   const TensorMapShape q{"q",
                          in.q,
-                         is_bfloat16,
+                         element,
                          in.head_dim,
                          ragged_q ? in.total_q : in.max_seqlen_q,
                          in.heads,
@@ -42,7 +43,7 @@ Status encode_fwd_maps(const FwdParams& in, FwdKernelParams* out) {
                          T::kRowsPerConsumer};
   const TensorMapShape k{"k",
                          in.k,
-                         is_bfloat16,
+                         element,
                          in.head_dim,
                          k_rows,
                          in.heads_kv,
@@ -54,7 +55,7 @@ Status encode_fwd_maps(const FwdParams& in, FwdKernelParams* out) {
                          T::kBlockN};
   const TensorMapShape v{"v",
                          in.v,
-                         is_bfloat16,
+                         element,
                          in.head_dim_v,
                          k_rows,
                          in.heads_kv,
@@ -70,7 +71,7 @@ Status encode_fwd_maps(const FwdParams& in, FwdKernelParams* out) {
   if constexpr (T::kStagedOut) {
     const TensorMapShape o{"out",
                            in.out,
-                           is_bfloat16,
+                           element,
                            in.head_dim_v,
                            q.rows,
                            in.heads,
@@ -86,45 +87,38 @@ Status encode_fwd_maps(const FwdParams& in, FwdKernelParams* out) {
 }
 
 // Once per device: more than 48 KB of shared memory must be asked for.
-template <class T>
-Status prepare_fwd_kernel(int device) {
+template <class T, class Params>
+Status prepare_kernel(void (*kernel)(Params), int device) {
   static std::atomic<bool> prepared[kMaxDevices];
   if (device < kMaxDevices && prepared[device].load()) return {};
   const cudaError_t error = cudaFuncSetAttribute(
-      fwd_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, fwd_shared_bytes<T>());
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, fwd_shared_bytes<T>());
   if (error != cudaSuccess) return cuda_status("preparing the forward kernel", error);
   if (device < kMaxDevices) prepared[device].store(true);
   return {};
 }
 
-template <class T>
-Status launch_fwd(const FwdParams& in, const FwdContext& context, cudaStream_t stream,
-                  FwdPlan* plan) {
-  FwdKernelParams params;
-  fill_fwd_params(in, context, T::kBlockM, &params);
-  const int grid = fwd_grid(in, context, params);
-  Status status = prepare_fwd_kernel<T>(in.device);
-  if (!status.ok()) return status;
-  if (plan != nullptr) {
-    cudaFuncAttributes attributes;
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, fwd_kernel<T>);
-    if (error != cudaSuccess)
-      return cuda_status("asking for the forward kernel's resources", error);
-    *plan = {T::kBlockM,
-             T::kBlockN,
-             T::kHeadDim,
-             T::kHeadDimV,
-             T::kValueStages,
-             T::kThreads,
-             attributes.numRegs,
-             fwd_shared_bytes<T>(),
-             int(attributes.localSizeBytes),
-             grid};
-    return {};
-  }
-  status = encode_fwd_maps<T>(in, &params);
-  if (status.ok()) status = prepare_tile_order(in, T::kBlockM, grid, stream, &params);
-  if (!status.ok()) return status;
+template <class T, class Params>
+Status describe_kernel(void (*kernel)(Params), int grid, FwdPlan* plan) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) return cuda_status("asking for the forward kernel's resources", error);
+  *plan = {T::kBlockM,
+           T::kBlockN,
+           T::kHeadDim,
+           T::kHeadDimV,
+           T::kValueStages,
+           T::kThreads,
+           attributes.numRegs,
+           fwd_shared_bytes<T>(),
+           int(attributes.localSizeBytes),
+           grid};
+  return {};
+}
+
+template <class T, class Params>
+Status launch_kernel(void (*kernel)(Params), const Params& params, int grid, int sm_margin,
+                     cudaStream_t stream) {
   // The set-up of this kernel may run while the one before it ends; not on the SMs left free.
   cudaLaunchAttribute early_start;
   early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -135,9 +129,24 @@ Status launch_fwd(const FwdParams& in, const FwdContext& context, cudaStream_t s
   config.dynamicSmemBytes = fwd_shared_bytes<T>();
   config.stream = stream;
   config.attrs = &early_start;
-  config.numAttrs = in.sm_margin == 0 ? 1 : 0;
-  const cudaError_t error = cudaLaunchKernelEx(&config, fwd_kernel<T>, params);
+  config.numAttrs = sm_margin == 0 ? 1 : 0;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
   return error == cudaSuccess ? Status{} : cuda_status("launching the forward kernel", error);
+}
+
+template <class T>
+Status launch_fwd(const FwdParams& in, const FwdContext& context, cudaStream_t stream,
+                  FwdPlan* plan) {
+  FwdKernelParams params;
+  fill_fwd_params(in, context, T::kBlockM, &params);
+  const int grid = fwd_grid(in, context, params);
+  Status status = prepare_kernel<T>(fwd_kernel<T>, in.device);
+  if (!status.ok()) return status;
+  if (plan != nullptr) return describe_kernel<T>(fwd_kernel<T>, grid, plan);
+  status = encode_fwd_maps<T>(in, &params);
+  if (status.ok()) status = prepare_tile_order(in, T::kBlockM, grid, stream, &params);
+  if (!status.ok()) return status;
+  return launch_kernel<T>(fwd_kernel<T>, params, grid, in.sm_margin, stream);
 }
 
 template <class Schedules, class = void>

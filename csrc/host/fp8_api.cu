@@ -1,0 +1,91 @@
+// The e4m3 forward's half of the C interface: checks and choice of the instantiation.
+#include "host/call.h"
+#include "host/fp8_dispatch.h"
+#include "kernels/fp8/value_layout.h"
+
+namespace flash_attn3 {
+namespace {
+
+using Launch = Status (*)(const Fp8Params&, const FwdContext&, cudaStream_t, FwdPlan*);
+
+struct CompiledKernel {
+  int head_dim, head_dim_v;
+  Launch launch;
+};
+
+// In order of growing cost: the first that holds a call's head dims runs it.
+const CompiledKernel kCompiled[] = {
+#if FLASH_ATTN3_HAS_FWD_E4M3_D64
+    {64, 64, launch_fwd_e4m3_d64},
+#endif
+#if FLASH_ATTN3_HAS_FWD_E4M3_D128
+    {128, 128, launch_fwd_e4m3_d128},
+#endif
+#if FLASH_ATTN3_HAS_FWD_E4M3_D192_128
+    {192, 128, launch_fwd_e4m3_d192_128},
+#endif
+#if FLASH_ATTN3_HAS_FWD_E4M3_D256
+    {256, 256, launch_fwd_e4m3_d256},
+#endif
+    {0, 0, nullptr}};
+
+Status check_scale(const char* name, const Fp8Scale& scale, bool is_query) {
+  const int32_t rows = scale.block_rows;
+  if (rows == 0 || rows == ValueLayout::kKeys || (is_query && rows == 64)) return {};
+  return Status::invalid(std::string(name) + " can have blocks of " + (is_query ? "64 or " : "") +
+                         "128 rows, not of " + std::to_string(rows) + ".");
+}
+
+Status check_fp8(const Fp8Params& in) {
+  Status status = check_fwd(in.fwd);
+  if (status.ok() && in.fwd.dtype != DType::kE4M3) {
+    status = Status::invalid("dtype must be e4m3 for this function.");
+  }
+  for (const int32_t d : {in.fwd.head_dim, in.fwd.head_dim_v}) {
+    if (status.ok() && d % 16 != 0) {
+      status = Status::invalid("head dims of e4m3 must be multiples of 16, not " +
+                               std::to_string(d) + ".");
+    }
+  }
+  if (status.ok()) status = check_scale("q_scale", in.q_scale, true);
+  if (status.ok()) status = check_scale("k_scale", in.k_scale, false);
+  if (status.ok()) status = check_scale("v_scale", in.v_scale, false);
+  return status;
+}
+
+Status run(const Fp8Params* in, cudaStream_t stream, FwdPlan* plan) {
+  if (in == nullptr) return Status::invalid("params must not be null.");
+  Status status = check_fp8(*in);
+  FwdContext context;
+  if (status.ok()) status = hopper_context(in->fwd.device, &context);
+  if (!status.ok()) return status;
+  for (const CompiledKernel& kernel : kCompiled) {
+    if (kernel.launch == nullptr || kernel.head_dim < in->fwd.head_dim ||
+        kernel.head_dim_v < in->fwd.head_dim_v) {
+      continue;
+    }
+    const DeviceScope scope(in->fwd.device);
+    if (scope.error() != cudaSuccess) return cuda_status("choosing the device", scope.error());
+    return kernel.launch(*in, context, stream, plan);
+  }
+  return Status::not_compiled("This build has no e4m3 forward kernel for head dims (" +
+                              std::to_string(in->fwd.head_dim) + ", " +
+                              std::to_string(in->fwd.head_dim_v) + ").");
+}
+
+}  // namespace
+}  // namespace flash_attn3
+
+using namespace flash_attn3;
+
+int flash_attn3_fp8_fwd(const Fp8Params* params, cudaStream_t stream, char* message,
+                        size_t message_size) {
+  return report(run(params, stream, nullptr), message, message_size);
+}
+
+int flash_attn3_fp8_fwd_plan(const Fp8Params* params, FwdPlan* plan, char* message,
+                             size_t message_size) {
+  if (plan == nullptr)
+    return report(Status::invalid("plan must not be null."), message, message_size);
+  return report(run(params, nullptr, plan), message, message_size);
+}

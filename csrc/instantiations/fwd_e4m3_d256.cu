@@ -1,0 +1,10 @@
+#include "kernels/fp8/fp8_launch.h"
+
+namespace flash_attn3 {
+
+Status launch_fwd_e4m3_d256(const Fp8Params& params, const FwdContext& context, cudaStream_t stream,
+                            FwdPlan* plan) {
+  return launch_fp8_of<256, 256>(params, context, stream, plan);
+}
+
+}  // namespace flash_attn3

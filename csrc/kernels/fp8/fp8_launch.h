@@ -1,0 +1,96 @@
+// Fp8Params to a launch of one compiled e4m3 forward kernel. Included by the instantiations alone.
+#pragma once
+
+#include "host/fp8_dispatch.h"
+#include "kernels/fp8/fp8_config.h"
+#include "kernels/fp8/fp8_kernel.h"
+#include "kernels/fwd/fwd_launch.h"
+
+namespace flash_attn3 {
+
+inline ScaleView scale_view(const Fp8Scale& scale) {
+  return {scale.data, scale.batch_stride, scale.head_stride, scale.block_rows};
+}
+
+inline int64_t value_blocks(const FwdParams& in) {  // of all sequences, for one head
+  const bool ragged = in.cu_seqlens_k != nullptr;
+  return ragged ? in.total_k / ValueLayout::kKeys + in.batch
+                : int64_t(blocks_for(in.max_seqlen_k, ValueLayout::kKeys)) * in.batch;
+}
+
+template <class T>
+Status encode_fp8_maps(const FwdParams& in, Fp8KernelParams* out) {
+  const bool ragged_q = in.cu_seqlens_q != nullptr;
+  const bool ragged_k = in.cu_seqlens_k != nullptr;
+  const int64_t q_rows = ragged_q ? in.total_q : in.max_seqlen_q;
+  const int64_t q_batch = ragged_q ? 1 : in.batch;
+  const int64_t k_rows = ragged_k ? in.total_k : in.max_seqlen_k;
+  const int64_t k_batch = ragged_k ? 1 : in.batch;
+  const auto map = [](const char* name, const void* data, MapElement element, int64_t columns,
+                      int64_t rows, int64_t heads, int64_t batch, const Strides& strides,
+                      int box_columns, int box_rows) {
+    return TensorMapShape{name,  data,        element,      columns,       rows,        heads,
+                          batch, strides.row, strides.head, strides.batch, box_columns, box_rows};
+  };
+  constexpr auto kByte = MapElement::kByte;
+  Status status = encode_tensor_map(map("q", in.q, kByte, in.head_dim, q_rows, in.heads, q_batch,
+                                        in.q_strides, T::QueryPanel::kWidth, T::kRowsPerConsumer),
+                                    &out->q);
+  if (status.ok()) {
+    status = encode_tensor_map(map("k", in.k, kByte, in.head_dim, k_rows, in.heads_kv, k_batch,
+                                   in.k_strides, T::QueryPanel::kWidth, T::kBlockN),
+                               &out->k);
+  }
+  if (status.ok() && T::kTransposes) {
+    status = encode_tensor_map(map("v", in.v, kByte, in.head_dim_v, k_rows, in.heads_kv, k_batch,
+                                   in.v_strides, T::ValuePanel::kWidth, T::kBlockN),
+                               &out->v);
+  } else if (status.ok()) {
+    // [blocks][Hk][Dv][128], as (slot, column, head, block).
+    const int64_t head = int64_t(in.head_dim_v) * ValueLayout::kKeys;
+    const Strides strides{head * in.heads_kv, ValueLayout::kKeys, head};
+    status = encode_tensor_map(map("v", in.v, kByte, ValueLayout::kKeys, in.head_dim_v, in.heads_kv,
+                                   value_blocks(in), strides, ValueLayout::kKeys, T::kHeadDimV),
+                               &out->v);
+  }
+  if (status.ok() && T::kStagedOut) {
+    status =
+        encode_tensor_map(map("out", in.out, MapElement::kBFloat16, in.head_dim_v, q_rows, in.heads,
+                              q_batch, in.out_strides, Panel<T::kHeadDimV>::kWidth, 16),
+                          &out->out_map);
+  }
+  return status;
+}
+
+template <class T>
+Status launch_fp8(const Fp8Params& in, const FwdContext& context, cudaStream_t stream,
+                  FwdPlan* plan) {
+  Fp8KernelParams params;
+  fill_fwd_params(in.fwd, context, T::kBlockM, &params);
+  params.q_scale = scale_view(in.q_scale);
+  params.k_scale = scale_view(in.k_scale);
+  params.v_scale = scale_view(in.v_scale);
+  params.v_blocks = blocks_for(in.fwd.max_seqlen_k, ValueLayout::kKeys);
+  const int grid = fwd_grid(in.fwd, context, params);
+  Status status = prepare_kernel<T>(fp8_fwd_kernel<T>, in.fwd.device);
+  if (!status.ok()) return status;
+  if (plan != nullptr) return describe_kernel<T>(fp8_fwd_kernel<T>, grid, plan);
+  status = encode_fp8_maps<T>(in.fwd, &params);
+  if (status.ok()) status = prepare_tile_order(in.fwd, T::kBlockM, grid, stream, &params);
+  if (!status.ok()) return status;
+  return launch_kernel<T>(fp8_fwd_kernel<T>, params, grid, in.fwd.sm_margin, stream);
+}
+
+template <int kHeadDim, int kHeadDimV>
+Status launch_fp8_of(const Fp8Params& in, const FwdContext& context, cudaStream_t stream,
+                     FwdPlan* plan) {
+  using Schedule = typename Fp8ScheduleOf<kHeadDim, kHeadDimV>::Type;
+  if (in.v_transposed != 0) {
+    return launch_fp8<Fp8Traits<kHeadDim, kHeadDimV, ValueSource::kTransposed, Schedule>>(
+        in, context, stream, plan);
+  }
+  return launch_fp8<Fp8Traits<kHeadDim, kHeadDimV, ValueSource::kRows, Schedule>>(in, context,
+                                                                                  stream, plan);
+}
+
+}  // namespace flash_attn3
