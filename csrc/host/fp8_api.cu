@@ -74,6 +74,17 @@ Status run(const Fp8Params* in, cudaStream_t stream, FwdPlan* plan) {
 }
 
 }  // namespace
+
+std::string compiled_e4m3() {
+  std::string text;
+  for (const CompiledKernel& kernel : kCompiled) {
+    if (kernel.launch == nullptr) break;
+    text +=
+        " e4m3 (" + std::to_string(kernel.head_dim) + "," + std::to_string(kernel.head_dim_v) + ")";
+  }
+  return text;
+}
+
 }  // namespace flash_attn3
 
 using namespace flash_attn3;

@@ -14,4 +14,7 @@ FLASH_ATTN3_DECLARE_FWD(e4m3_d192_128)
 FLASH_ATTN3_DECLARE_FWD(e4m3_d256)
 #undef FLASH_ATTN3_DECLARE_FWD
 
+// " e4m3 (64,64) ...": what this build has, for flash_attn3_build_info().
+std::string compiled_e4m3();
+
 }  // namespace flash_attn3

@@ -6,6 +6,7 @@
 
 #include "host/call.h"
 #include "host/claim_counter.h"
+#include "host/fp8_dispatch.h"
 #include "host/fwd_dispatch.h"
 #include "host/ragged_plan.h"
 #include "kernels/attn/online_softmax.h"
@@ -78,7 +79,9 @@ const CompiledKernel kCompiled[] = {
 #endif
     {DType::kFloat16, 0, 0, nullptr}};
 
-const char* dtype_name(DType dtype) { return dtype == DType::kBFloat16 ? "bf16" : "fp16"; }
+const char* dtype_name(DType dtype) {
+  return dtype == DType::kBFloat16 ? "bf16" : dtype == DType::kFloat16 ? "fp16" : "e4m3";
+}
 
 Status run(const FwdParams* in, cudaStream_t stream, FwdPlan* plan) {
   if (in == nullptr) return Status::invalid("params must not be null.");
@@ -265,7 +268,7 @@ const char* flash_attn3_build_info() {
       text += std::string(" ") + dtype_name(kernel.dtype) + " (" + std::to_string(kernel.head_dim) +
               "," + std::to_string(kernel.head_dim_v) + ")";
     }
-    return text;
+    return text + compiled_e4m3();
   }();
   return info.c_str();
 }

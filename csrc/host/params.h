@@ -139,8 +139,8 @@ FLASH_ATTN3_API int flash_attn3_fp8_fwd_plan(const flash_attn3::Fp8Params* param
                                              size_t message_size);
 FLASH_ATTN3_API int flash_attn3_quantize(const flash_attn3::QuantizeParams* params,
                                          cudaStream_t stream, char* message, size_t message_size);
-// The mean over the rows of each head, [B, H, D], which softmax does not see in K. `mean` is
-// written.
+// The mean over the rows of each head, [B, H, D], which softmax does not see in K. `mean` has room
+// for 33 times as much: partial sums lie behind it.
 FLASH_ATTN3_API int flash_attn3_mean(const flash_attn3::QuantizeParams* params, float* mean,
                                      cudaStream_t stream, char* message, size_t message_size);
 

@@ -56,7 +56,7 @@ struct Fp8Consumer : FwdConsumer<T> {
   // What the scores of `newest` are to be multiplied by, beside what the call asks for. Scales are
   // read where they are needed: no register is left to keep one in.
   __device__ __forceinline__ float block_scale() {
-    return shared.tiles[newest.slot()].q_scale[warpgroup] * shared.k_scale[k_ring.slot()];
+    return shared.scales[newest.slot()].q[warpgroup] * shared.k_scale[k_ring.slot()];
   }
 
   template <bool kPlain>

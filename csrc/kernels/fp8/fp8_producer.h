@@ -13,11 +13,15 @@ struct Fp8Producer : ProducerLoop<T, Fp8Producer<T>> {
   float k_scales = 1.0f;
   float v_scales = 1.0f;
 
+  __device__ __forceinline__ int sequence_of_tile() const {
+    return this->shared.scales[this->tile_ring.slot()].sequence;
+  }
+
   __device__ __forceinline__ float read_scales(const ScaleView& view, const TileInfo& tile,
                                                int n) const {
     if (view.data == nullptr) return 1.0f;
-    const float* scales = first_scale(view, this->params.cu_seqlens_k != nullptr, tile.sequence,
-                                      tile.head_kv, tile.k_base);
+    const float* scales = first_scale(view, this->params.cu_seqlens_k != nullptr,
+                                      sequence_of_tile(), tile.head_kv, tile.k_base);
     return scales[view.block_rows == 0 ? 0 : larger(n - this->lane, 0)];
   }
 
@@ -55,8 +59,8 @@ struct Fp8Producer : ProducerLoop<T, Fp8Producer<T>> {
       if (this->lane == 0) {
         this->shared.v_scale[stage] = scale;
         const bool ragged = this->params.cu_seqlens_k != nullptr;
-        const int first = ragged ? tile.k_base / T::kBlockN + tile.sequence
-                                 : tile.sequence * this->params.v_blocks;
+        const int first = ragged ? tile.k_base / T::kBlockN + sequence_of_tile()
+                                 : sequence_of_tile() * this->params.v_blocks;
         mbarrier_arrive_expect_bytes(&this->shared.v_full[stage], T::kValueBytes);
         cute::SM90_TMA_LOAD_4D::copy(&this->params.v, &this->shared.v_full[stage], this->kReadOften,
                                      this->shared.v[stage], 0, 0, tile.head_kv, first + n);

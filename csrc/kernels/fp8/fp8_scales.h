@@ -17,19 +17,15 @@ __device__ __forceinline__ const float* first_scale(const ScaleView& view, bool 
 
 // Of 64 rows of Q, for the scheduler, which writes it into the tile's slot.
 __device__ __forceinline__ float query_scale(const Fp8KernelParams& params, const TileInfo& tile,
-                                             int first_row) {
+                                             int sequence, int first_row) {
   const ScaleView& view = params.q_scale;
   if (view.data == nullptr) return 1.0f;
   const int head = view.block_rows == 0 ? tile.head_kv : tile.head;
   const float* scales =
-      first_scale(view, params.cu_seqlens_q != nullptr, tile.sequence, head, tile.q_base);
+      first_scale(view, params.cu_seqlens_q != nullptr, sequence, head, tile.q_base);
   if (view.block_rows == 0) return *scales;
   // Rows behind the end of a sequence have no scale, and need none.
   return scales[smaller(first_row, larger(tile.q_rows - 1, 0)) / view.block_rows];
-}
-
-__device__ __forceinline__ float query_scale(const FwdKernelParams&, const TileInfo&, int) {
-  return 1.0f;
 }
 
 }  // namespace flash_attn3

@@ -33,6 +33,12 @@ struct Fp8Schedule : FwdSchedule<kConsumers_, ValueLayout::kKeys, kKeyStages_, k
 
 struct Fp8KernelParams;
 
+// What the e4m3 forward knows of a tile beside its TileInfo.
+struct TileScales {
+  int32_t sequence;
+  float q[kMaxConsumers];  // of each consumer's rows
+};
+
 template <int kHeadDim_, int kHeadDimV_, ValueSource kValueSource, class Schedule>
 struct Fp8Traits : Schedule {
   using Params = Fp8KernelParams;
@@ -96,8 +102,10 @@ struct Fp8Traits : Schedule {
     float v_scale[kValueStages];
     float v_raw_scale[kRawStages];
     alignas(16) TileInfo tiles[kTileSlots];
+    TileScales scales[kTileSlots];
     uint32_t nonzero;
     PlannedSequence window[32];
+    int32_t window_sequence[32];
   };
 };
 

@@ -84,13 +84,15 @@ struct FwdScheduler {
     if (spans_known) return;
     const int index = smaller(window + lane, params.batch - 1);
     const int sequence = params.workspace[RaggedPlan::kHeader + index];
-    shared.window[lane] = {q_span(sequence), k_span(sequence), sequence};
+    shared.window[lane] = {q_span(sequence), k_span(sequence)};
+    if constexpr (T::kScaled) shared.window_sequence[lane] = sequence;
     spans_known = true;
     __syncwarp();
   }
 
   // Lane 0 writes the tile's slot; false where there is no such tile.
-  __device__ __forceinline__ bool write_tile(int tile, TileInfo& info) {
+  __device__ __forceinline__ bool write_tile(int tile, int slot) {
+    TileInfo& info = shared.tiles[slot];
     int holder = 0;
     if (params.order == TileOrder::kRagged) {
       holder = find_lane(tile);
@@ -104,6 +106,9 @@ struct FwdScheduler {
       PlannedSequence sequence;
       if (params.order == TileOrder::kRagged) {
         sequence = shared.window[holder];
+        if constexpr (T::kScaled) {
+          shared.scales[slot].sequence = shared.window_sequence[holder];
+        }
         const int q_tiles = (end_tile - first_tile) / params.heads;
         const int within = tile - first_tile;
         info.head = within / q_tiles;
@@ -118,16 +123,18 @@ struct FwdScheduler {
         q_tile = params.q_tiles - 1 - within / pairs;
         const int batch = pair / params.heads;
         info.head = pair - batch * params.heads;
-        sequence = {q_span(batch), k_span(batch), batch};
+        sequence = {q_span(batch), k_span(batch)};
+        if constexpr (T::kScaled) shared.scales[slot].sequence = batch;
       }
-      fill_tile(sequence, q_tile * T::kBlockM, info);
+      fill_tile(sequence, q_tile * T::kBlockM, slot);
     }
     __syncwarp();
     return true;
   }
 
   __device__ __forceinline__ void fill_tile(const PlannedSequence& sequence, int row0,
-                                            TileInfo& info) const {
+                                            int slot) const {
+    TileInfo& info = shared.tiles[slot];
     const int q_len = sequence.q.used;
     const int k_len = sequence.k.used;
     info.head_kv = info.head / params.group;
@@ -139,7 +146,6 @@ struct FwdScheduler {
     info.q_base = sequence.q.base;
     info.k_batch = sequence.k.batch;
     info.k_base = sequence.k.base;
-    info.sequence = sequence.sequence;
     const BlockRange blocks = visible_blocks(
         params.mask, row0, smaller(row0 + T::kBlockM, q_len) - 1, q_len, k_len, T::kBlockN);
     info.n_begin = blocks.begin;
@@ -148,7 +154,10 @@ struct FwdScheduler {
     for (int w = 0; w < T::kConsumers; ++w) {
       const int first_row = row0 + w * T::kRowsPerConsumer;
       const int last_row = smaller(first_row + T::kRowsPerConsumer, q_len) - 1;
-      if constexpr (T::kScaled) info.q_scale[w] = query_scale(params, info, first_row);
+      if constexpr (T::kScaled) {
+        shared.scales[slot].q[w] =
+            query_scale(params, info, shared.scales[slot].sequence, first_row);
+      }
       info.plain[w] = unmasked_blocks(params.mask, first_row, last_row, q_len, k_len, T::kBlockN);
       if constexpr (T::kMostUnseen > 0) {
         // Every consumer has a block, so that all streams begin and end with the same tiles.
@@ -175,9 +184,8 @@ struct FwdScheduler {
       const int tile = fetch_tile();
       bool more = tile < tiles;
       mbarrier_wait(&shared.tile_empty[ring.slot()], ring.parity() ^ 1);
-      TileInfo& info = shared.tiles[ring.slot()];
-      more = more && write_tile(tile, info);
-      if (!more && lane == 0) info.head = -1;
+      more = more && write_tile(tile, ring.slot());
+      if (!more && lane == 0) shared.tiles[ring.slot()].head = -1;
       if (lane == 0) mbarrier_arrive(&shared.tile_full[ring.slot()]);
       __syncwarp();
       if (!more) break;

@@ -55,7 +55,6 @@ struct SequenceSpan {
 struct PlannedSequence {
   SequenceSpan q;
   SequenceSpan k;
-  int32_t sequence;
 };
 
 // One unit of work, written by the scheduler warp, read by producer, tail warp and all
@@ -71,11 +70,9 @@ struct TileInfo {
   int32_t q_base;
   int32_t k_batch;
   int32_t k_base;
-  int32_t sequence;
   int32_t n_begin;  // KV blocks n_begin <= n < n_end, visited from the last
   int32_t n_end;
   int32_t start[kMaxConsumers];     // each consumer's rows see no key of the blocks from here on
-  float q_scale[kMaxConsumers];     // e4m3: of each consumer's rows
   BlockRange plain[kMaxConsumers];  // of each consumer's rows: blocks that need no mask
 };
 

@@ -1,0 +1,147 @@
+// The quantising half of the C interface.
+#include <atomic>
+
+#include "host/call.h"
+#include "kernels/fp8/quantize.h"
+
+namespace flash_attn3 {
+namespace {
+
+Status check(const QuantizeParams& in) {
+  const bool ragged = in.cu_seqlens != nullptr;
+  if (in.in == nullptr) return Status::invalid("in must not be null.");
+  if (in.dtype != DType::kBFloat16 && in.dtype != DType::kFloat16) {
+    return Status::invalid("dtype must be bfloat16 or float16.");
+  }
+  if (in.head_dim < 16 || in.head_dim > 256 || in.head_dim % 16 != 0) {
+    return Status::invalid("the head dim must be a multiple of 16 from 16 to 256, not " +
+                           std::to_string(in.head_dim) + ".");
+  }
+  if (in.block_rows != 64 && in.block_rows != 128) {
+    return Status::invalid("block_rows must be 64 or 128, not " + std::to_string(in.block_rows) +
+                           ".");
+  }
+  if (in.transposed != 0 && in.block_rows != ValueLayout::kKeys) {
+    return Status::invalid("a transposed tensor has blocks of 128 rows.");
+  }
+  if (in.batch < 1 || in.heads < 1 || (ragged ? in.total : in.seqlen) < 1 ||
+      (ragged ? in.total : in.seqlen) > (1 << 30)) {
+    return Status::invalid("batch, heads and rows must be positive, and rows at most 2^30.");
+  }
+  return {};
+}
+
+QuantizeArgs fill(const QuantizeParams& in) {
+  const bool ragged = in.cu_seqlens != nullptr;
+  QuantizeArgs args;
+  args.in = in.in;
+  args.mean = in.mean;
+  args.cu_seqlens = in.cu_seqlens;
+  args.seqused = in.seqused;
+  args.out = static_cast<uint8_t*>(in.out);
+  args.scale = in.scale;
+  args.batch_stride = in.in_strides.batch;
+  args.row_stride = in.in_strides.row;
+  args.head_stride = in.in_strides.head;
+  args.batch = in.batch;
+  args.heads = in.heads;
+  args.head_dim = in.head_dim;
+  args.seqlen = in.seqlen;
+  args.total = int32_t(in.total);
+  args.block_rows = in.block_rows;
+  args.blocks =
+      ragged ? int32_t(in.total) / in.block_rows + in.batch : blocks_for(in.seqlen, in.block_rows);
+  // The largest power of two that divides the head dim.
+  args.rotate_size = in.rotate != 0 ? in.head_dim & -in.head_dim : 0;
+  args.transposed = in.transposed;
+  return args;
+}
+
+template <class Element, int kGroup>
+cudaError_t launch(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) {
+  const int threads = larger(32, args.block_rows * kGroup / kQuantizePasses);
+  const int bytes = args.transposed != 0
+                        ? ValueLayout::kKeys * (quantize_row_bytes(args.head_dim) + args.head_dim)
+                        : 0;
+  const auto kernel = quantize_kernel<Element, kGroup>;
+  cudaError_t error = cudaSuccess;
+  if (bytes > 48 * 1024) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  }
+  if (error != cudaSuccess) return error;
+  kernel<<<unsigned(ctas), threads, bytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+template <class Element>
+cudaError_t launch_for(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) {
+  const int lanes = args.head_dim / 16;
+  if (lanes <= 1) return launch<Element, 1>(args, ctas, stream);
+  if (lanes <= 2) return launch<Element, 2>(args, ctas, stream);
+  if (lanes <= 4) return launch<Element, 4>(args, ctas, stream);
+  if (lanes <= 8) return launch<Element, 8>(args, ctas, stream);
+  return launch<Element, 16>(args, ctas, stream);
+}
+
+// Checked, and the call's device made current for the time of `work`.
+template <class Work>
+Status on_device(const QuantizeParams* in, const Work& work) {
+  if (in == nullptr) return Status::invalid("params must not be null.");
+  Status status = check(*in);
+  FwdContext context;
+  if (status.ok()) status = hopper_context(in->device, &context);
+  if (!status.ok()) return status;
+  const DeviceScope scope(in->device);
+  if (scope.error() != cudaSuccess) return cuda_status("choosing the device", scope.error());
+  return work(*in);
+}
+
+Status quantize(const QuantizeParams& in, cudaStream_t stream) {
+  if (in.out == nullptr || in.scale == nullptr) {
+    return Status::invalid("out and scale must not be null.");
+  }
+  const QuantizeArgs args = fill(in);
+  const int64_t ctas =
+      int64_t(args.blocks) * args.heads * (in.cu_seqlens != nullptr ? 1 : in.batch);
+  if (ctas > 0x7fffffff) return Status::invalid("the tensor has too many blocks.");
+  const cudaError_t error = in.dtype == DType::kBFloat16
+                                ? launch_for<__nv_bfloat16>(args, ctas, stream)
+                                : launch_for<__half>(args, ctas, stream);
+  return error == cudaSuccess ? Status{} : cuda_status("launching the quantise kernel", error);
+}
+
+Status mean(const QuantizeParams& in, float* out, cudaStream_t stream) {
+  if (out == nullptr) return Status::invalid("mean must not be null.");
+  if (in.heads > 65535 || in.batch > 65535) {
+    return Status::invalid("heads and batch must be at most 65535.");
+  }
+  const QuantizeArgs args = fill(in);
+  float* parts = out + int64_t(in.batch) * in.heads * in.head_dim;
+  const dim3 grid(in.heads, kMeanParts, in.batch);
+  const int threads = blocks_for(in.head_dim, 32) * 32;
+  if (in.dtype == DType::kBFloat16) {
+    mean_parts_kernel<__nv_bfloat16><<<grid, threads, 0, stream>>>(args, parts);
+  } else {
+    mean_parts_kernel<__half><<<grid, threads, 0, stream>>>(args, parts);
+  }
+  mean_kernel<<<dim3(in.heads, in.batch), threads, 0, stream>>>(args, parts, out);
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? Status{} : cuda_status("launching the mean kernel", error);
+}
+
+}  // namespace
+}  // namespace flash_attn3
+
+using namespace flash_attn3;
+
+int flash_attn3_quantize(const QuantizeParams* params, cudaStream_t stream, char* message,
+                         size_t message_size) {
+  const auto work = [&](const QuantizeParams& in) { return quantize(in, stream); };
+  return report(on_device(params, work), message, message_size);
+}
+
+int flash_attn3_mean(const QuantizeParams* params, float* mean_out, cudaStream_t stream,
+                     char* message, size_t message_size) {
+  const auto work = [&](const QuantizeParams& in) { return mean(in, mean_out, stream); };
+  return report(on_device(params, work), message, message_size);
+}

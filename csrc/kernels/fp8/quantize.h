@@ -1,0 +1,322 @@
+// One of Q, K, V to e4m3 in one pass: the largest magnitude of a block of rows, its scale, the
+// cast.
+//
+// A CTA has one block of one head. G lanes share a row, 16 columns each; a thread has kPasses rows,
+// which stay in its registers between the maximum and the cast.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/attn/key_range.h"
+#include "kernels/common/ptx.h"
+#include "kernels/fp8/fp8_transpose.h"
+#include "kernels/fp8/value_layout.h"
+
+namespace flash_attn3 {
+
+constexpr float kLargestE4m3 = 448.0f;
+constexpr float kSmallestScale = 1.17549435e-38f;  // 2^-126, whose inverse is finite
+constexpr float kLargestInput = 3.3895314e38f;     // of bfloat16; infinities count as this
+// Sums of 256 such values are finite.
+constexpr float kLargestRotated = 1.0e36f;
+
+struct QuantizeArgs {
+  const void* in;
+  const float* mean;  // [batch, heads, head_dim] or null
+  const int32_t* cu_seqlens;
+  const int32_t* seqused;
+  uint8_t* out;
+  float* scale;
+  int64_t batch_stride, row_stride, head_stride;
+  int32_t batch, heads, head_dim;
+  int32_t seqlen;       // dense
+  int32_t total;        // ragged
+  int32_t block_rows;   // 64 or 128
+  int32_t blocks;       // of a dense sequence; ragged: of all
+  int32_t rotate_size;  // power of two, at least 16; 0: none
+  int32_t transposed;
+};
+
+// Rows of a block: `count` of them in use, `exist` to be written.
+struct RowBlock {
+  int sequence;
+  int64_t first;  // row of the tensor, within its batch when dense
+  int count;
+  int exist;
+};
+
+// Sequence b of a ragged tensor has its blocks from cu_seqlens[b] / rows + b on.
+__device__ __forceinline__ int sequence_of_block(const QuantizeArgs& args, int block) {
+  int low = 0, high = args.batch - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (args.cu_seqlens[middle] / args.block_rows + middle <= block) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+// `block` counts within a sequence when dense, over all when ragged.
+__device__ __forceinline__ RowBlock find_rows(const QuantizeArgs& args, int batch, int block) {
+  int base = 0, rows = args.seqlen, n = block;
+  if (args.cu_seqlens != nullptr) {
+    batch = sequence_of_block(args, block);
+    base = larger(0, smaller(args.cu_seqlens[batch], args.total));
+    rows = larger(base, smaller(args.cu_seqlens[batch + 1], args.total)) - base;
+    n = block - (base / args.block_rows + batch);
+  }
+  int used = rows;
+  if (args.seqused != nullptr) used = larger(0, smaller(args.seqused[batch], rows));
+  const int start = n * args.block_rows;
+  return {batch, int64_t(base) + start, larger(0, smaller(used - start, args.block_rows)),
+          n < 0 ? 0 : larger(0, smaller(rows - start, args.block_rows))};
+}
+
+template <class Element>
+__device__ __forceinline__ float to_float(uint32_t packed, int which);
+
+template <>
+__device__ __forceinline__ float to_float<__nv_bfloat16>(uint32_t packed, int which) {
+  return __uint_as_float(which == 0 ? packed << 16 : packed & 0xffff0000u);
+}
+
+template <>
+__device__ __forceinline__ float to_float<__half>(uint32_t packed, int which) {
+  return __half2float(__ushort_as_half(which == 0 ? packed & 0xffff : packed >> 16));
+}
+
+// Not beyond +-limit; NaN stays.
+__device__ __forceinline__ float bounded(float x, float limit) {
+  return x > limit ? limit : x < -limit ? -limit : x;
+}
+
+// Of every `size` columns: H[i][j] = (-1)^popcount(i & j) / sqrt(size). Columns 16 l .. 16 l + 15
+// lie in lane l of the row's group.
+__device__ __forceinline__ void hadamard(float (&x)[16], int size, float factor) {
+#pragma unroll
+  for (int stride = 1; stride < 16; stride *= 2) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if ((i & stride) == 0) {
+        const float a = x[i], b = x[i + stride];
+        x[i] = a + b;
+        x[i + stride] = a - b;
+      }
+    }
+  }
+  for (int stride = 1; stride < size / 16; stride *= 2) {
+    const bool upper = threadIdx.x & stride;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float other = __shfl_xor_sync(0xffffffffu, x[i], stride);
+      x[i] = upper ? other - x[i] : x[i] + other;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 16; ++i) x[i] *= factor;
+}
+
+// [key][column] bytes in `rows` to [column][slot] in `tile`, then to memory.
+__device__ __forceinline__ void store_transposed(const uint8_t* rows, int row_bytes, uint8_t* tile,
+                                                 int head_dim, uint8_t* out) {
+  using S = TransposeStep;
+  const int lane = threadIdx.x % 32;
+  const int warps = blockDim.x / 32;
+  const int column_steps = head_dim / S::kColumns;
+  const int steps = ValueLayout::kKeys / S::kKeys * column_steps;
+  for (int step = threadIdx.x / 32; step < steps; step += warps) {
+    const int keys = step / column_steps * S::kKeys;
+    const int column = step % column_steps * S::kColumns;
+    uint32_t loaded[4], stored[4];
+    load_matrix_x4_transposed(
+        loaded, shared_address(rows + (keys + S::load_key(lane)) * row_bytes + column));
+    transpose_bytes(loaded, S::swaps_keys(lane), stored);
+    store_matrix_x4(shared_address(tile) + ValueLayout::offset(column + S::store_column(lane),
+                                                               keys + S::store_half(lane) * 16),
+                    stored);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < head_dim * (ValueLayout::kRowBytes / 16); i += blockDim.x) {
+    const int column = i / 8, chunk = i % 8;
+    reinterpret_cast<uint4*>(out)[i] =
+        *reinterpret_cast<const uint4*>(tile + ValueLayout::offset(column, chunk * 16));
+  }
+}
+
+// Bytes from row to row of the shared tile: an odd number of 16, so that eight rows' chunks lie in
+// different banks.
+__host__ __device__ inline int quantize_row_bytes(int head_dim) {
+  return head_dim / 16 % 2 == 1 ? head_dim : head_dim + 16;
+}
+
+constexpr int kQuantizePasses = 4;
+
+template <class Element, int kGroup>
+__global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ QuantizeArgs args) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  __shared__ float warp_top[16];
+  const int head = blockIdx.x % args.heads;
+  const int slot = blockIdx.x / args.heads;
+  const bool ragged = args.cu_seqlens != nullptr;
+  const int batch = ragged ? 0 : slot / args.blocks;
+  const int block = ragged ? slot : slot - batch * args.blocks;
+  const RowBlock rows = find_rows(args, batch, block);
+  if (rows.exist == 0) return;
+
+  const int member = threadIdx.x % kGroup;
+  const int rows_per_pass = blockDim.x / kGroup;
+  const bool has_columns = member * 16 < args.head_dim;
+  const Element* in = static_cast<const Element*>(args.in) + head * args.head_stride +
+                      (ragged ? 0 : rows.sequence * args.batch_stride) + member * 16;
+
+  uint4 raw[kQuantizePasses][2];
+#pragma unroll
+  for (int pass = 0; pass < kQuantizePasses; ++pass) {
+    const int row = pass * rows_per_pass + threadIdx.x / kGroup;
+    raw[pass][0] = raw[pass][1] = make_uint4(0, 0, 0, 0);
+    if (row < rows.count && has_columns) {
+      const uint4* from = reinterpret_cast<const uint4*>(in + (rows.first + row) * args.row_stride);
+      raw[pass][0] = from[0];
+      raw[pass][1] = from[1];
+    }
+  }
+  float mean[16];
+  const bool centred = args.mean != nullptr;
+  if (centred) {
+    const float* from =
+        args.mean + (int64_t(rows.sequence) * args.heads + head) * args.head_dim + member * 16;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) mean[i] = has_columns ? from[i] : 0.0f;
+  }
+  const float factor = rsqrtf(float(larger(args.rotate_size, 1)));
+
+  float x[kQuantizePasses][16];
+  float top = 0.0f;
+#pragma unroll
+  for (int pass = 0; pass < kQuantizePasses; ++pass) {
+    const int row = pass * rows_per_pass + threadIdx.x / kGroup;
+    const bool used = row < rows.count && has_columns;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const uint4& four = raw[pass][i / 8];
+      const uint32_t packed = i / 2 % 4 == 0   ? four.x
+                              : i / 2 % 4 == 1 ? four.y
+                              : i / 2 % 4 == 2 ? four.z
+                                               : four.w;
+      x[pass][i] = to_float<Element>(packed, i % 2);
+      if (centred && used) x[pass][i] -= mean[i];
+      if (args.rotate_size != 0) x[pass][i] = bounded(x[pass][i], kLargestRotated);
+    }
+    if (args.rotate_size != 0) hadamard(x[pass], args.rotate_size, factor);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) top = fmaxf(top, fabsf(x[pass][i]));  // passes over NaN
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, distance));
+  }
+  if (threadIdx.x % 32 == 0) warp_top[threadIdx.x / 32] = top;
+  __syncthreads();
+  top = 0.0f;
+  for (int w = 0; w < int(blockDim.x) / 32; ++w) top = fmaxf(top, warp_top[w]);
+
+  top = fminf(top, kLargestInput);
+  const float scale = top == 0.0f ? 1.0f : fmaxf(__fdiv_rn(top, kLargestE4m3), kSmallestScale);
+  const float inverse = __fdiv_rn(1.0f, scale);
+  if (threadIdx.x == 0) {
+    const int64_t first =
+        ragged ? int64_t(head) * args.blocks : (int64_t(batch) * args.heads + head) * args.blocks;
+    args.scale[first + block] = scale;
+  }
+
+  const int row_bytes = quantize_row_bytes(args.head_dim);
+#pragma unroll
+  for (int pass = 0; pass < kQuantizePasses; ++pass) {
+    const int row = pass * rows_per_pass + threadIdx.x / kGroup;
+    uint32_t packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      packed[i] = pack_four_e4m3(x[pass][4 * i] * inverse, x[pass][4 * i + 1] * inverse,
+                                 x[pass][4 * i + 2] * inverse, x[pass][4 * i + 3] * inverse);
+    }
+    if (!has_columns || row >= args.block_rows) continue;
+    uint8_t* to;
+    if (args.transposed != 0) {
+      to = shared + row * row_bytes + member * 16;
+    } else if (row < rows.exist) {
+      // Contiguous: [batch][row][head][column].
+      const int64_t at =
+          ragged ? rows.first + row : int64_t(batch) * args.seqlen + rows.first + row;
+      to = args.out + (at * args.heads + head) * args.head_dim + member * 16;
+    } else {
+      continue;
+    }
+    *reinterpret_cast<uint4*>(to) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+  }
+  if (args.transposed != 0) {
+    __syncthreads();
+    const int64_t tile = int64_t(args.head_dim) * ValueLayout::kRowBytes;
+    uint8_t* rows_end = shared + ValueLayout::kKeys * row_bytes;
+    store_transposed(shared, row_bytes, rows_end, args.head_dim,
+                     args.out + (int64_t(slot) * args.heads + head) * tile);
+  }
+}
+
+// --- the mean of K's rows -----------------------------------------------------------------------
+
+constexpr int kMeanParts = 32;
+
+// Sums of a part of the rows of a head of a sequence; a thread has one column.
+template <class Element>
+__global__ void __launch_bounds__(256)
+    mean_parts_kernel(const __grid_constant__ QuantizeArgs args, float* parts) {
+  const int head = blockIdx.x, part = blockIdx.y, sequence = blockIdx.z;
+  const bool ragged = args.cu_seqlens != nullptr;
+  int base = 0, rows = args.seqlen;
+  if (ragged) {
+    base = larger(0, smaller(args.cu_seqlens[sequence], args.total));
+    rows = larger(base, smaller(args.cu_seqlens[sequence + 1], args.total)) - base;
+  }
+  if (args.seqused != nullptr) rows = larger(0, smaller(args.seqused[sequence], rows));
+  const int per_part = blocks_for(rows, kMeanParts);
+  const int end = smaller(rows, (part + 1) * per_part);
+  const int column = threadIdx.x;
+  if (column >= args.head_dim) return;
+  const Element* in = static_cast<const Element*>(args.in) + head * args.head_stride + column +
+                      (ragged ? int64_t(base) * args.row_stride : sequence * args.batch_stride);
+  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  int row = part * per_part;
+  for (; row + 4 <= end; row += 4) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] += float(in[(row + i) * args.row_stride]);
+  }
+  for (; row < end; ++row) sum[0] += float(in[row * args.row_stride]);
+  parts[((int64_t(sequence) * args.heads + head) * kMeanParts + part) * args.head_dim + column] =
+      (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+__global__ void __launch_bounds__(256)
+    mean_kernel(const __grid_constant__ QuantizeArgs args, const float* parts, float* mean) {
+  const int head = blockIdx.x, sequence = blockIdx.y;
+  int rows = args.seqlen;
+  if (args.cu_seqlens != nullptr) {
+    const int base = larger(0, smaller(args.cu_seqlens[sequence], args.total));
+    rows = larger(base, smaller(args.cu_seqlens[sequence + 1], args.total)) - base;
+  }
+  if (args.seqused != nullptr) rows = larger(0, smaller(args.seqused[sequence], rows));
+  const int column = threadIdx.x;
+  if (column >= args.head_dim) return;
+  const int64_t pair = int64_t(sequence) * args.heads + head;
+  float sum = 0.0f;
+  for (int part = 0; part < kMeanParts; ++part) {
+    sum += parts[(pair * kMeanParts + part) * args.head_dim + column];
+  }
+  // Infinite or NaN: a mean that would spoil every row is none.
+  const float value = rows > 0 ? sum / float(rows) : 0.0f;
+  mean[pair * args.head_dim + column] = fabsf(value) < kLargestInput ? value : 0.0f;
+}
+
+}  // namespace flash_attn3
