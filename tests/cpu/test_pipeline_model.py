@@ -56,6 +56,7 @@ class Kernel:
         self.tiles, self.consumers, self.slots = tiles, consumers, slots
         self.q_stages, self.q_in_registers = q_stages, q_in_registers
         self.stages = dict(zip("kv", stages))
+        self.places = {"k": "k", "v": "v"}  # where the producer brings them
         self.claim_ahead = ahead
         self.query_ahead = q_in_registers or q_stages > 1
         self.wanted = [Barrier(1), Barrier(1)]
@@ -92,7 +93,7 @@ class Kernel:
 
     def producer(self):
         tile_ring, q_ring = Ring(self.slots), Ring(self.q_stages)
-        rings = {x: Ring(self.stages[x]) for x in "kv"}
+        rings = {x: Ring(self.stages[self.places[x]]) for x in "kv"}
 
         def load_q(number):
             for w in range(self.consumers):
@@ -102,11 +103,12 @@ class Kernel:
 
         def load(x, block):
             ring = rings[x]
-            yield lambda: self.empty[x][ring.slot].passed(ring.parity ^ 1)
+            yield lambda: self.empty[self.places[x]][ring.slot].passed(ring.parity ^ 1)
             tile, n = block
             tail = x == "v" and self.has_tail[tile] and n == self.tiles[tile] - 1
-            barrier = self.v_tail[ring.slot] if tail else self.full[x][ring.slot]
-            self.copy(self.data[x], ring.slot, "uncleared" if tail else block, barrier)
+            place = self.places[x]
+            barrier = self.v_tail[ring.slot] if tail else self.full[place][ring.slot]
+            self.copy(self.data[place], ring.slot, "uncleared" if tail else block, barrier)
             ring.advance()
 
         first = True
@@ -262,10 +264,13 @@ class Kernel:
 
         self.in_flight.append(arrive)
 
+    def more_actors(self):
+        return []
+
     def run(self):
         """True when every actor came to its end."""
         actors = [self.scheduler(), self.producer(), self.tail()]
-        actors += [self.consumer(w) for w in range(self.consumers)]
+        actors += [self.consumer(w) for w in range(self.consumers)] + self.more_actors()
         waiting = {actor: next(actor) for actor in actors}
         while waiting:
             ready = [actor for actor, condition in waiting.items() if condition()]

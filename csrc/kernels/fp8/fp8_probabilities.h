@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/common/ptx.h"
+#include "kernels/fp8/value_layout.h"
 
 namespace flash_attn3 {
 
@@ -13,19 +14,14 @@ constexpr int kTopExponent = 6;
 // A byte from here on (2^8, or NaN) says that the reference lies two binades or more too low.
 constexpr uint32_t kTooLargeByte = 0x78;
 
-// Scores of columns 32 c + 8 i + 2 t + e (fp8/value_layout.h) of rows g and g + 8, as the A operand
-// of the product with slots 32 c to 32 c + 31 of V.
+// A thread's scores as the A operand of the product with V.
 template <int kSize>
 __device__ __forceinline__ void pack_probabilities_e4m3(const float (&s)[kSize],
                                                         uint32_t (&p)[kSize / 4]) {
 #pragma unroll
-  for (int c = 0; c < kSize / 16; ++c) {
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      // r = 0, 1: rows g, g + 8 of the first 16 slots; r = 2, 3: of the others.
-      const int at = 16 * c + r / 2 * 8 + r % 2 * 2;
-      p[4 * c + r] = pack_four_e4m3(s[at], s[at + 1], s[at + 4], s[at + 5]);
-    }
+  for (int r = 0; r < kSize / 4; ++r) {
+    p[r] = pack_four_e4m3(s[ValueLayout::score_of_byte(r, 0)], s[ValueLayout::score_of_byte(r, 1)],
+                          s[ValueLayout::score_of_byte(r, 2)], s[ValueLayout::score_of_byte(r, 3)]);
   }
 }
 

@@ -24,6 +24,13 @@ struct ValueLayout {
     return slot / 16 * 16 + slot / 2 % 2 * 8 + slot / 4 % 4 * 2 + slot % 2;
   }
 
+  // Which of a thread's scores (attn/online_softmax.h has their order) is byte `byte` of register
+  // `r` of the A operand: registers 4 c to 4 c + 3 hold slots 32 c to 32 c + 31, the first 16 of
+  // rows g and g + 8, then the others.
+  static FLASH_ATTN3_HOST_DEVICE int score_of_byte(int r, int byte) {
+    return r / 4 * 16 + r / 2 % 2 * 8 + r % 2 * 2 + byte / 2 * 4 + byte % 2;
+  }
+
   // The byte of a block's transposed tile at which a slot of a column lies, swizzled as the copy
   // engine and the products swizzle rows of 128 bytes.
   static FLASH_ATTN3_HOST_DEVICE int offset(int column, int slot) {
