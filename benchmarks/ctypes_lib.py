@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-DTYPE_CODES = {torch.float16: 0, torch.bfloat16: 1}
+DTYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 MESSAGE_SIZE = 1024
 
 
@@ -147,9 +147,8 @@ class PreparedForward:
         ragged_q, ragged_k = cu_seqlens_q is not None, cu_seqlens_k is not None
         heads, head_dim = q.shape[-2:]
         heads_kv, head_dim_v = v.shape[-2:]
-        self.out = torch.empty(
-            (*q.shape[:-1], head_dim_v), dtype=q.dtype, device=q.device
-        )
+        out_dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+        self.out = torch.empty((*q.shape[:-1], head_dim_v), dtype=out_dtype, device=q.device)
         if ragged_q:
             batch = cu_seqlens_q.numel() - 1
             lse_shape = (heads, q.shape[0])

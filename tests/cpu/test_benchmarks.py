@@ -16,6 +16,7 @@ sys.path.append(str(REPO / "benchmarks"))
 
 import cases  # noqa: E402
 import check  # noqa: E402
+import ctypes_fp8  # noqa: E402
 import ctypes_lib  # noqa: E402
 import figures  # noqa: E402
 import flops  # noqa: E402
@@ -35,7 +36,8 @@ def struct_fields(name: str) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["Strides", "FwdParams", "FwdPlan"])
+@pytest.mark.parametrize("name", [
+    "Strides", "FwdParams", "FwdPlan", "Fp8Scale", "Fp8Params", "QuantizeParams"])
 def test_ctypes_structures_repeat_params_h(name):
     codes = {
         "int32_t": ctypes_lib.c_int32,
@@ -43,12 +45,15 @@ def test_ctypes_structures_repeat_params_h(name):
         "float": ctypes_lib.c_float,
         "DType": ctypes_lib.c_int32,
         "Strides": ctypes_lib.Strides,
+        "FwdParams": ctypes_lib.FwdParams,
+        "Fp8Scale": ctypes_fp8.Fp8Scale,
     }
+    module = ctypes_lib if hasattr(ctypes_lib, name) else ctypes_fp8
     expected = [
         (field, ctypes_lib.c_void_p if type_.endswith("*") else codes[type_.strip()])
         for type_, field in struct_fields(name)
     ]
-    assert list(getattr(ctypes_lib, name)._fields_) == expected
+    assert list(getattr(module, name)._fields_) == expected
 
 
 def test_visible_pairs_and_blocks_by_brute_force():

@@ -23,7 +23,7 @@ struct Fp8ScheduleOf<128, 128> {
 template <>
 struct Fp8ScheduleOf<192, 128> {
   using Type =
-      Fp8Schedule<2, 4, 2, 2, 1, QuerySource::kShared, OutPath::kStaged, Promotion::kChunks>;
+      Fp8Schedule<2, 4, 2, 2, 1, QuerySource::kShared, OutPath::kStaged, Promotion::kWhole>;
 };
 template <>
 struct Fp8ScheduleOf<256, 256> {

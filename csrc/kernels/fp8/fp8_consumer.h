@@ -1,8 +1,10 @@
 // A consumer warpgroup of the e4m3 forward. The stream of blocks, the turns and the handling of
 // masks are the forward's (FwdConsumer); what differs is what happens to P and to the sums of P V.
 //
-// P is e4m3: its top lies at 2^kTopExponent. Plain blocks take the references as they are, as in
-// the forward; a packed probability of 2^8 or more moves them, and P is scaled and packed again.
+// P is e4m3. With kExactTop, every block's maximum moves the references, and the largest P of a row
+// is the power of two that e4m3 holds without an error. Otherwise plain blocks take the references
+// as they are, as in the forward; a packed probability of 2^8 or more moves them, and P is scaled
+// and packed again.
 //
 // Sums: the tensor unit's are those of one block; they are added to O in fp32, multiplied by the
 // block's scale of V. Scales of Q and K go with the scores' scale.
@@ -38,6 +40,7 @@ struct Fp8Consumer : FwdConsumer<T> {
   using Base::warpgroup;
 
   static constexpr int kEarly = kScores / 2;
+  static constexpr int kTop = T::kExactTop ? kExactTopExponent : kTopExponent;
   // Sums that the tensor unit adds to. With chunks they are the registers of scores.
   static constexpr int kPartial = T::kInChunks ? 1 : kOutputs;
 
@@ -139,7 +142,7 @@ struct Fp8Consumer : FwdConsumer<T> {
   __device__ __forceinline__ static bool move_references(SoftmaxRows& rows,
                                                          const float (&s)[kScores], float scale,
                                                          float (&factor)[2]) {
-    return rows.template move_references<kTopExponent, 0>(s, scale, factor);
+    return rows.template move_references<kTop, 0>(s, scale, factor);
   }
 
   // Probabilities of a plain block are packed. Where one came out too large, the reference of its
@@ -255,6 +258,7 @@ struct Fp8Consumer : FwdConsumer<T> {
   // of `newest` runs under P V.
   template <bool kPlain>
   __device__ __forceinline__ void step_overlapped(Stream& t) {
+    constexpr bool kMoves = !kPlain || T::kExactTop;
     float s[kScores];
     float scale = take_block<kPlain>(t);
     take_turn();
@@ -272,12 +276,14 @@ struct Fp8Consumer : FwdConsumer<T> {
     }
     wgmma_wait<1>();
     pin_registers(s);
+    if constexpr (kMoves) release_k(!kPlain && newest.last());
     if constexpr (kPlain) {
       scale *= fp8.scale_log2;
     } else {
-      release_k(newest.last());
       scale = exponent_scale(scale, s);
       adjust_scores(newest, s);
+    }
+    if constexpr (kMoves) {
       float rescale[2];
       moved = move_references(t.rows, s, scale, rescale);
       if (!new_tile) {
@@ -296,13 +302,14 @@ struct Fp8Consumer : FwdConsumer<T> {
       if (new_tile) {
         finish_tile(t.current, factor, t.o);
         clear_out(t);
-      } else if (moved) {
-        scale_rows(t.o, factor);
       }
+    }
+    if constexpr (kMoves) {
+      if (!new_tile && moved) scale_rows(t.o, factor);
     }
     t.rows.template exponentiate<kEarly, kScores>(s, scale, t.rows.sum);
     pack_probabilities_e4m3(s, t.p);
-    if constexpr (kPlain) check_plain(t, s, scale);
+    if constexpr (!kMoves) check_plain(t, s, scale);
     t.current = newest;
   }
 
@@ -310,6 +317,7 @@ struct Fp8Consumer : FwdConsumer<T> {
   // products run: where registers do not hold sums, scores and the state of masks at a time.
   template <bool kPlain>
   __device__ __forceinline__ void step_in_turn(Stream& t) {
+    constexpr bool kMoves = !kPlain || T::kExactTop;
     float s[kScores];
     take_turn();
     add_current(t, s);
@@ -327,18 +335,20 @@ struct Fp8Consumer : FwdConsumer<T> {
     }
     wgmma_wait<0>();
     pin_registers(s);
+    if constexpr (kMoves) release_k(!kPlain && newest.last());
     if constexpr (kPlain) {
       scale *= fp8.scale_log2;
     } else {
-      release_k(newest.last());
       scale = exponent_scale(scale, s);
       adjust_scores(newest, s);
+    }
+    if constexpr (kMoves) {
       if (move_references(t.rows, s, scale, factor)) scale_rows(t.o, factor);
     }
     t.rows.template exponentiate<0, kEarly>(s, scale, t.rows.sum);
     t.rows.template exponentiate<kEarly, kScores>(s, scale, t.rows.sum);
     pack_probabilities_e4m3(s, t.p);
-    if constexpr (kPlain) check_plain(t, s, scale);
+    if constexpr (!kMoves) check_plain(t, s, scale);
     t.current = newest;
   }
 

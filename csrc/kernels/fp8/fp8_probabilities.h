@@ -6,9 +6,10 @@
 
 namespace flash_attn3 {
 
-// The largest probability of a row is 2^kTopExponent when its reference is set: a power of two, so
-// that it has no rounding error. Below it lie 15 binades (2^-9 is e4m3's smallest number), above it
-// two, in which a larger one may stay before the reference moves: at most 448 is there to hold it.
+// The largest probability of a row is a power of two when its reference is set, so that it has no
+// rounding error. Where every block sets it, 2^8, near the top of e4m3's range (448), which reaches
+// 17 binades down. Where references may grow old, 2^6: two binades are left above.
+constexpr int kExactTopExponent = 8;
 constexpr int kTopExponent = 6;
 
 // A byte from here on (2^8, or NaN) says that the reference lies two binades or more too low.

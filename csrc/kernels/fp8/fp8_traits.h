@@ -16,6 +16,12 @@ enum class Promotion {
   kChunks,  // 128 columns at a time in the registers that hold scores otherwise
 };
 
+// When the maximum of a block's scores is looked for.
+enum class RowMaximum {
+  kEachBlock,   // the error of P is what it can be
+  kWhenTooOld,  // fewer instructions; rows with a few large probabilities lose accuracy
+};
+
 // Where V comes from.
 enum class ValueSource {
   kRows,        // [key][column]: two warps transpose each block in shared memory
@@ -24,10 +30,12 @@ enum class ValueSource {
 
 // What fp8_config.h chooses for a pair of head dims. The KV block is ValueLayout's.
 template <int kConsumers_, int kKeyStages_, int kRawStages_, int kValueStages_, int kQueryStages_,
-          QuerySource kQuerySource_, OutPath kOutPath_, Promotion kPromotion_>
+          QuerySource kQuerySource_, OutPath kOutPath_, Promotion kPromotion_,
+          RowMaximum kMaximum_ = RowMaximum::kEachBlock>
 struct Fp8Schedule : FwdSchedule<kConsumers_, ValueLayout::kKeys, kKeyStages_, kValueStages_,
                                  kQueryStages_, kQuerySource_, kOutPath_, HeldNone> {
   static constexpr int kRawStages = kRawStages_;
+  static constexpr bool kExactTop = kMaximum_ == RowMaximum::kEachBlock;
   static constexpr bool kInChunks = kPromotion_ == Promotion::kChunks;
 };
 

@@ -1,0 +1,107 @@
+"""The numerics of the e4m3 forward, block by block, on the CPU: no layout, no barriers.
+
+What csrc/kernels/fp8/fp8_consumer.h does with references, probabilities and sums, and what the
+tensor unit does with sums (about 13 fraction bits, cut off), so that decisions can be tried without
+a GPU.
+"""
+
+import math
+
+import torch
+
+KEYS = 128
+TOP_EXPONENT = 6  # fp8_probabilities.h
+TOO_LARGE = 2.0**8
+LARGEST = 448.0
+
+
+def to_e4m3(x):
+    """Rounded to e4m3, saturating; in x's own dtype. NaN stays."""
+    return x.float().clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def cut(x, largest, bits=13):
+    """Fraction bits of x below 2^-bits of `largest` are cut off, towards zero."""
+    unit = torch.exp2(torch.floor(torch.log2(largest.clamp_min(1e-30))) - bits)
+    return torch.trunc(x / unit) * unit
+
+
+def tensor_unit_sum(p, v, start):
+    """start + p @ v in steps of 32 keys, each cut to the bits that the unit keeps."""
+    total = start
+    for k in range(0, p.shape[-1], 32):
+        product = p[:, k:k + 32] @ v[k:k + 32]
+        largest = torch.maximum(total.abs(), product.abs())
+        total = cut(total + product, largest)
+    return total
+
+
+def attention_model(q, k, v, score_scale=None, q_scale=1.0, k_scale=None, v_scale=None,
+                    promote_every=1, top_exponent=TOP_EXPONENT, exact=False, cut_sums=True):
+    """One head: e4m3 values q (sq, D), k, v (sk, D); scales of blocks of 128 keys (blocks,).
+
+    q_scale is a number or (sq, 1). exact: the maximum of every block, as other kernels take it.
+    Returns out (sq, D), lse (sq,) and the share of blocks in which a warp's references moved.
+    """
+    sq, sk = q.shape[0], k.shape[0]
+    blocks = -(-sk // KEYS)
+    ones = torch.ones(blocks, dtype=torch.float64)
+    k_scale = ones if k_scale is None else k_scale.double()
+    v_scale = ones if v_scale is None else v_scale.double()
+    scale = (1 / math.sqrt(q.shape[1]) if score_scale is None else score_scale) / math.log(2)
+    reference = torch.full((sq, 1), -3.4e38, dtype=torch.float64)
+    total = torch.zeros(sq, 1, dtype=torch.float64)
+    out = torch.zeros(sq, v.shape[1], dtype=torch.float64)
+    partial, pending, moves = torch.zeros_like(out), 0, 0
+    for number, n in enumerate(range(blocks - 1, -1, -1)):
+        keys = slice(n * KEYS, min(sk, (n + 1) * KEYS))
+        x = q.double() @ k[keys].double().T * (scale * q_scale * k_scale[n])
+        top = x.amax(1, keepdim=True)
+        if number == 0 or exact:
+            moving = top > reference + top_exponent
+        else:
+            # A warp: 16 rows.
+            large = to_e4m3(torch.exp2(x - reference)).amax(1) >= TOO_LARGE
+            padded = torch.nn.functional.pad(large, (0, -sq % 16)).view(-1, 16).any(1)
+            moves += int(padded.sum())
+            warp = padded.repeat_interleave(16)[:sq, None]
+            moving = warp & (top > reference + top_exponent)
+        after = torch.where(moving, top - top_exponent, reference)
+        factor = torch.exp2(reference - after)
+        reference = after
+        out, partial, total = out * factor, partial * factor, total * factor
+        p = torch.exp2(x - reference)
+        total = total + p.sum(1, keepdim=True)
+        rounded, values = to_e4m3(p), v[keys].double()
+        partial = tensor_unit_sum(rounded, values, partial) if cut_sums else partial + (
+            rounded @ values)
+        pending += 1
+        if pending == promote_every or n == 0:
+            out = out + partial * v_scale[n]
+            partial, pending = torch.zeros_like(out), 0
+    warps = -(-sq // 16) * max(blocks - 1, 1)
+    lse = (reference + torch.log2(total))[:, 0] * math.log(2)
+    return out / total, lse, moves / warps
+
+
+def attention_exact(q, k, v, score_scale=None):
+    scores = q.double() @ k.double().T
+    scores *= 1 / math.sqrt(q.shape[1]) if score_scale is None else score_scale
+    return torch.softmax(scores, -1) @ v.double(), torch.logsumexp(scores, -1)
+
+
+def quantize_blocks(x, rows):
+    """e4m3 values of x (S, D), in float, and the scale of each block; rows None: one of all."""
+    blocks = [x] if rows is None else list(x.split(rows))
+    scales = torch.stack([(b.abs().max() / LARGEST).clamp_min(2.0**-126) if b.abs().max() > 0
+                          else torch.tensor(1.0) for b in blocks])
+    values = torch.cat([to_e4m3(b / s) for b, s in zip(blocks, scales)])
+    return values, scales
+
+
+def hadamard(x):
+    size = x.shape[-1] & -x.shape[-1]
+    h = torch.ones(1, 1, dtype=x.dtype)
+    while h.shape[0] < size:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
+    return (x.unflatten(-1, (-1, size)) @ h / math.sqrt(size)).flatten(-2)
