@@ -96,22 +96,26 @@ struct Fp8Consumer : FwdConsumer<T> {
     for (int i = 0; i < kPartial; ++i) t.o[i] = fmaf(t.partial[i], value_scale, t.o[i]);
   }
 
-  // By the registers of scores, which hold 128 columns at a time.
+  // By the registers of scores, which hold so many columns at a time.
+  static constexpr int kChunkColumns = 2 * kScores < T::kHeadDimV ? 2 * kScores : T::kHeadDimV;
+
   template <int kColumn>
   __device__ __forceinline__ void add_columns(Stream& t, float (&s)[kScores]) {
     pin_registers(s);
     wgmma_fence();
-    issue_pv_transposed<2 * kScores, T::kBlockN>(
+    issue_pv_transposed<kChunkColumns, T::kBlockN>(
         t.p, shared_address(shared.v[v_ring.slot()]) + kColumn * T::kBlockN, s, false);
     wgmma_commit();
     wgmma_wait<0>();
     pin_registers(s);
     const float value_scale = shared.v_scale[v_ring.slot()];
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
+    for (int i = 0; i < kChunkColumns / 2; ++i) {
       t.o[kColumn / 2 + i] = fmaf(s[i], value_scale, t.o[kColumn / 2 + i]);
     }
-    if constexpr (kColumn + 2 * kScores < T::kHeadDimV) add_columns<kColumn + 2 * kScores>(t, s);
+    if constexpr (kColumn + kChunkColumns < T::kHeadDimV) {
+      add_columns<kColumn + kChunkColumns>(t, s);
+    }
   }
 
   // All of it, before anything else is issued.
@@ -292,10 +296,13 @@ struct Fp8Consumer : FwdConsumer<T> {
       }
     }
     t.rows.template exponentiate<0, kEarly>(s, scale, t.rows.sum);
-    // The forward says why the wait for P V needs a branch before it.
+    // P V stays under these exponentials only if nothing moves its wait above them, nor them below
+    // it: the assembler is kept by a branch, a second look at a barrier that is long complete, and
+    // that looks as if it depended on their sums.
     pin_registers(s);
     pin_registers(t.rows.sum);
-    mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
+    const bool never = fminf(t.rows.sum[0], t.rows.sum[1]) < 0.0f;
+    mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity() ^ uint32_t(never));
     wgmma_wait<0>();
     settle_whole(t);
     if constexpr (!kPlain) {
