@@ -18,16 +18,22 @@ from dataclasses import dataclass
 
 import torch
 from check import CheckCase, errors, lse_error, plain_attention, prefix_sums, visible_mask
-from ctypes_fp8 import Fp8Library, PreparedQuantize, Quantized
+from ctypes_fp8 import Fp8Library, Quantized
 from timing import EventTimer, first_line
 
 E4M3 = torch.float8_e4m3fn
+DEVICE = "cuda"
 TOP = 448.0
-P_TOP = 2.0**6  # fp8_probabilities.h: kTopExponent
+P_TOP = 2.0**8  # fp8_probabilities.h: kExactTopExponent
 
 
 def say(text: str) -> None:
     print(text, flush=True)
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 # --- references ---------------------------------------------------------------------------------
@@ -161,7 +167,7 @@ def make_inputs(case: Fp8Case):
         shapes = [(len(case.lengths), s) for s in (sq, sk, sk)]
     heads = (case.heads, case.heads_kv, case.heads_kv)
     dims = (case.head_dim, case.head_dim, dv)
-    made = [torch.randn(*shape, h, d, device="cuda") for shape, h, d in zip(shapes, heads, dims)]
+    made = [torch.randn(*shape, h, d, device=DEVICE) for shape, h, d in zip(shapes, heads, dims)]
     made[0] *= case.spread
     if case.ragged:
         for tensor in made:
@@ -176,7 +182,7 @@ def run_case(library: Fp8Library, case: Fp8Case) -> tuple[bool | None, str]:
                    softcap=case.softcap)
     cu = [None, None]
     if case.ragged:
-        cu = [prefix_sums(case, which, "cuda") for which in (0, 1)]
+        cu = [prefix_sums(case, which, DEVICE) for which in (0, 1)]
         options.update(cu_seqlens_q=cu[0], cu_seqlens_k=cu[1],
                        max_seqlen_q=max(pair[0] for pair in case.lengths),
                        max_seqlen_k=max(pair[1] for pair in case.lengths))
@@ -185,9 +191,9 @@ def run_case(library: Fp8Library, case: Fp8Case) -> tuple[bool | None, str]:
     if case.scales == "block":
         made = []
         for which, x in enumerate(inputs):
-            call = PreparedQuantize(
-                library, x.bfloat16(), cu_seqlens=cu[which > 0], block_rows=64 if which == 0 else 128,
-                rotate=case.rotate and which < 2, transposed=case.transposed and which == 2)
+            call = library.prepare_quantize(
+                x.bfloat16(), cu_seqlens=cu[which > 0],
+                block_rows=64 if which == 0 else 128, rotate=case.rotate and which < 2, transposed=case.transposed and which == 2)
             call.poison()
             made.append(call())
     else:
@@ -195,14 +201,14 @@ def run_case(library: Fp8Library, case: Fp8Case) -> tuple[bool | None, str]:
         made = [torch.where(x.isnan(), math.nan, m.float()).to(E4M3) for x, m in zip(inputs, made)]
     if case.scales == "head":
         for which in range(3):  # all different, and strided
-            wide = torch.rand(batch, 2 * case.heads_kv, device="cuda") * 0.01 + 0.005
+            wide = torch.rand(batch, 2 * case.heads_kv, device=DEVICE) * 0.01 + 0.005
             factors[which] = wide[:, ::2]
         options.update(q_descale=factors[0], k_descale=factors[1], v_descale=factors[2])
     try:
         call = library.prepare_fp8(*made, **options)
         call.poison()
         out = call()
-        torch.cuda.synchronize()
+        synchronize()
     except NotImplementedError as error:
         return None, first_line(error)
     except ValueError as error:
@@ -222,7 +228,7 @@ def real_values(case, made, factors, inputs, which, index, begin, count):
             tile = first if ragged else index * (-(-inputs[which].shape[1] // 128))
             tiles = x.data.view(torch.uint8)[tile:tile + blocks]  # (blocks, H, D, 128)
             keys = torch.empty_like(tiles)
-            keys[..., slot_keys("cuda")] = tiles
+            keys[..., slot_keys(DEVICE)] = tiles
             data = keys.permute(0, 3, 1, 2).flatten(0, 1)[:count].view(E4M3)
         else:
             data = x.data[begin:begin + count] if ragged else x.data[index]
@@ -254,9 +260,10 @@ def compare(case: Fp8Case, made, factors, inputs, out, lse) -> tuple[bool, str]:
     largest, relative = errors(got, reference)
     native_largest, native_relative = errors(native, reference)
     ratio = relative / max(native_relative, 1e-9)
-    # The tensor unit's 13 bits show in the scores.
+    # Blocks are rounded relative to the maximum so far, so the largest error is another draw than
+    # the formula's. The tensor unit's 13 bits show in the scores, and so in the LSE.
     passed = (relative <= 1.1 * native_relative + 1e-5
-              and largest <= 1.1 * native_largest + 1e-5
+              and largest <= 1.5 * native_largest + 1e-5
               and worst_lse <= 1e-3 + 5e-4 * largest_lse)
     return passed, (f"rel {relative:.2e} ({ratio:.2f} of plain)  max {largest:.2e} "
                     f"({largest / max(native_largest, 1e-9):.2f})  lse {worst_lse:.1e}")
@@ -270,17 +277,17 @@ def check_quantize(library: Fp8Library, d: int, dtype, rows: int, transposed: bo
     torch.manual_seed(d + rows)
     heads, lengths = 3, [301, 301] if cu is None else [b - a for a, b in zip(cu, cu[1:])]
     shape = (2, 301) if cu is None else (cu[-1] + 2,)
-    x = torch.randn(*shape, heads, d, device="cuda", dtype=dtype)
+    x = torch.randn(*shape, heads, d, device=DEVICE, dtype=dtype)
     x.view(-1)[::7] *= 300
     x[..., 0, :] = 0  # all-zero blocks
     flat = x.flatten(0, -3) if cu is None else x
     flat[5, 1, 3], flat[7, 2, 1] = math.nan, math.inf
-    cu_tensor = None if cu is None else torch.tensor(cu, dtype=torch.int32, device="cuda")
-    call = PreparedQuantize(library, x, block_rows=rows, transposed=transposed,
+    cu_tensor = None if cu is None else torch.tensor(cu, dtype=torch.int32, device=DEVICE)
+    call = library.prepare_quantize(x, block_rows=rows, transposed=transposed,
                             cu_seqlens=cu_tensor)
     call.poison()
     got = call()
-    torch.cuda.synchronize()
+    synchronize()
     for index, length in enumerate(lengths):
         begin = 0 if cu is None else cu[index]
         one = x[index] if cu is None else x[begin:begin + length]
@@ -295,7 +302,7 @@ def check_quantize(library: Fp8Library, d: int, dtype, rows: int, transposed: bo
         if transposed:
             tile = index * blocks if cu is None else first
             expected = block_rows_of(values.view(torch.uint8), 128)
-            expected = expected.permute(0, 2, 3, 1)[..., slot_keys("cuda")]
+            expected = expected.permute(0, 2, 3, 1)[..., slot_keys(DEVICE)]
             data = got.data.view(torch.uint8)[tile:tile + blocks]
         else:
             expected = values.view(torch.uint8)
@@ -312,11 +319,11 @@ def check_quantize(library: Fp8Library, d: int, dtype, rows: int, transposed: bo
 def check_rotation(library: Fp8Library, d: int) -> tuple[bool, str]:
     """Rotation and smoothing against float64: within the rounding of e4m3."""
     torch.manual_seed(d)
-    x = (torch.randn(2, 300, 2, d, device="cuda") + 3).bfloat16()
-    call = PreparedQuantize(library, x, rotate=True, smooth=True)
+    x = (torch.randn(2, 300, 2, d, device=DEVICE) + 3).bfloat16()
+    call = library.prepare_quantize(x, rotate=True, smooth=True)
     call.poison()
     got = call()
-    torch.cuda.synchronize()
+    synchronize()
     mean_error = float((got.mean - x.double().mean(1)).abs().max())
     worst = 0.0
     for index in range(2):
@@ -356,9 +363,9 @@ def check_everything(library: Fp8Library, dims, quick: bool) -> bool:
 
 def candidates(library: Fp8Library, d: int, s: int, causal: bool):
     batch, heads = 16384 // s, 2048 // d
-    x = [torch.randn(batch, s, heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    x = [torch.randn(batch, s, heads, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
     plain = [to_e4m3(t) for t in x]
-    ones = [torch.ones(batch, heads, device="cuda") for _ in range(3)]
+    ones = [torch.ones(batch, heads, device=DEVICE) for _ in range(3)]
     names = ("q_descale", "k_descale", "v_descale")
     yield "rows", library.prepare_fp8(*plain, causal=causal, **dict(zip(names, ones)))
     blocks = [library.quantize(t, block_rows=128, transposed=i == 2) for i, t in enumerate(x)]
@@ -392,16 +399,16 @@ def times(library: Fp8Library, dims, rounds: int = 3) -> list[str]:
                 lines.append(f"{d:<4} {s:<6} {causal!s:<6} {speed['rows']:6.0f} "
                              f"{speed['blocks']:6.0f} {fa3:6.0f}  {speed['rows'] / fa3:6.3f}")
     for d in dims:
-        x = torch.randn(1, 16384, 2048 // d, d, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(1, 16384, 2048 // d, d, device=DEVICE, dtype=torch.bfloat16)
         for name, options in (("plain", {}), ("rotated", {"rotate": True}),
                               ("transposed", {"transposed": True})):
-            timer = EventTimer(PreparedQuantize(library, x, **options))
+            timer = EventTimer(library.prepare_quantize(x, **options))
             timer.warm_up(20)
             milliseconds = timer.round()
             lines.append(f"quantize D {d} {name}: {x.numel() * 3 / milliseconds / 1e9:.2f} TB/s")
     size = 8192
-    a = torch.randn(size, size, device="cuda").to(E4M3)
-    one = torch.ones((), device="cuda")
+    a = torch.randn(size, size, device=DEVICE).to(E4M3)
+    one = torch.ones((), device=DEVICE)
     timer = EventTimer(lambda: torch._scaled_mm(a, a.T, one, one, out_dtype=torch.bfloat16,
                                                 use_fast_accum=True))
     timer.warm_up(100)

@@ -97,8 +97,11 @@ class Fp8Library(KernelLibrary):
     def prepare_fp8(self, q, k, v, **options) -> PreparedFp8:
         return PreparedFp8(self, q, k, v, **options)
 
+    def prepare_quantize(self, x: torch.Tensor, **options) -> PreparedQuantize:
+        return PreparedQuantize(self, x, **options)
+
     def quantize(self, x: torch.Tensor, **options) -> Quantized:
-        return PreparedQuantize(self, x, **options)()
+        return self.prepare_quantize(x, **options)()
 
 
 class PreparedQuantize:

@@ -20,8 +20,8 @@ units = build_modules.load("units")
 ROOT = build_modules.ROOT
 GIVEN = os.environ.get("FLASH_ATTN3_SASS_LIBRARY")
 MAIN_KERNEL = "fwd_kernel"
-# wgmma, a TMA load of a tensor tile, setmaxnreg.
-REQUIRED = ("HGMMA", "UTMALDG", "USETMAXREG")
+# A TMA load of a tensor tile, setmaxnreg; and wgmma, of 16 or of 8 bits.
+REQUIRED = ("GMMA", "UTMALDG", "USETMAXREG")
 LOCAL_MEMORY = re.compile(r"\b(STL|LDL)\b")
 
 
@@ -109,7 +109,10 @@ def expected_units():
 
 @pytest.mark.parametrize("opcode", REQUIRED)
 def test_main_kernels_use_hopper(machine_code, opcode):
-    lacking = [name for name in main_kernels(machine_code) if not machine_code[name].get(opcode)]
+    def wanted(name):
+        return opcode if opcode != "GMMA" else "QGMMA" if "fp8" in name else "HGMMA"
+
+    lacking = [n for n in main_kernels(machine_code) if not machine_code[n].get(wanted(n))]
     assert not lacking
 
 

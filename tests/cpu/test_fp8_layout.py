@@ -1,4 +1,4 @@
-"""The layouts of the e4m3 forward, replayed lane by lane: V transposed in shared memory, P as packed.
+"""The layouts of the e4m3 forward, replayed lane by lane: V transposed, P as it is packed.
 
 csrc/kernels/fp8/value_layout.h is compiled for the host; what ldmatrix, prmt, stmatrix, the copy
 engine's swizzle and the operands of wgmma do is written here from the PTX manual. P times V must

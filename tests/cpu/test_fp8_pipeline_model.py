@@ -1,8 +1,8 @@
 """The barrier protocol of the e4m3 forward (csrc/kernels/fp8) as a model, without a GPU.
 
-As in test_pipeline_model.py, whose barriers, rings, scheduler and tile lists serve here. Between the
-producer and the consumers stand two warps that transpose V; consumers issue products either together
-(Q K^T of the newest block with P V of the one before) or in turn (P V, then Q K^T).
+As in test_pipeline_model.py, whose barriers, rings, scheduler and tile lists serve here. Between
+the producer and the consumers stand two warps that transpose V; consumers issue products either
+together (Q K^T of the newest block with P V of the one before) or in turn (P V, then Q K^T).
 """
 
 import random

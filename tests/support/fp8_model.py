@@ -10,7 +10,8 @@ import math
 import torch
 
 KEYS = 128
-TOP_EXPONENT = 6  # fp8_probabilities.h
+TOP_EXPONENT = 6  # fp8_probabilities.h: where references may grow old
+EXACT_TOP_EXPONENT = 8  # where every block's maximum moves them
 TOO_LARGE = 2.0**8
 LARGEST = 448.0
 
@@ -37,12 +38,14 @@ def tensor_unit_sum(p, v, start):
 
 
 def attention_model(q, k, v, score_scale=None, q_scale=1.0, k_scale=None, v_scale=None,
-                    promote_every=1, top_exponent=TOP_EXPONENT, exact=False, cut_sums=True):
+                    promote_every=1, exact=True, top_exponent=None, cut_sums=True):
     """One head: e4m3 values q (sq, D), k, v (sk, D); scales of blocks of 128 keys (blocks,).
 
-    q_scale is a number or (sq, 1). exact: the maximum of every block, as other kernels take it.
-    Returns out (sq, D), lse (sq,) and the share of blocks in which a warp's references moved.
+    q_scale is a number or (sq, 1). exact: RowMaximum::kEachBlock; else kWhenTooOld. Returns out
+    (sq, D), lse (sq,) and the share of blocks in which a warp had to pack P again.
     """
+    if top_exponent is None:
+        top_exponent = EXACT_TOP_EXPONENT if exact else TOP_EXPONENT
     sq, sk = q.shape[0], k.shape[0]
     blocks = -(-sk // KEYS)
     ones = torch.ones(blocks, dtype=torch.float64)

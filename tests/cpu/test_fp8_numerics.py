@@ -1,0 +1,106 @@
+"""What the numerics of the e4m3 forward rest on, simulated (tests/support/fp8_model.py)."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from support import fp8_model
+from support.fp8_model import attention_exact, attention_model, hadamard, quantize_blocks, to_e4m3
+
+HEADER = Path(__file__).parents[2] / "csrc" / "kernels" / "fp8" / "fp8_probabilities.h"
+
+
+def relative(got, reference):
+    return float((got - reference).norm() / reference.norm())
+
+
+def e4m3_inputs(seed, keys, spread=1.0, rows=64, dim=128):
+    torch.manual_seed(seed)
+    q = to_e4m3(torch.randn(rows, dim).double() * spread)
+    k, v = (to_e4m3(torch.randn(keys, dim).double()) for _ in range(2))
+    return q, k, v
+
+
+def test_the_model_has_the_kernels_constants():
+    text = HEADER.read_text()
+    for name, value in (("kTopExponent", fp8_model.TOP_EXPONENT),
+                        ("kExactTopExponent", fp8_model.EXACT_TOP_EXPONENT)):
+        assert int(re.search(rf"{name} = (\d+);", text)[1]) == value
+    code = int(re.search(r"kTooLargeByte = (0x[0-9a-f]+);", text)[1], 16)
+    byte = torch.tensor([code], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert float(byte.float()) == fp8_model.TOO_LARGE
+    # Whatever is too large for e4m3 has such a byte, and so has NaN; nothing smaller has.
+    codes = torch.arange(0x80, dtype=torch.uint8)
+    marked = (codes.int() + 0x80 - code) & 0x80 != 0
+    values = codes.view(torch.float8_e4m3fn).float()
+    assert torch.equal(marked, ~(values < fp8_model.TOO_LARGE))
+
+
+@pytest.mark.parametrize("positive", [False, True])
+def test_error_is_flat_in_length_with_each_block_promoted(positive):
+    errors = {}
+    for keys in (1024, 32768):
+        q, k, v = e4m3_inputs(0, keys)
+        v = to_e4m3(v.abs() + 0.5) if positive else v
+        reference, _ = attention_exact(q, k, v)
+        errors[keys] = relative(attention_model(q, k, v)[0], reference)
+        never = relative(attention_model(q, k, v, promote_every=10**9)[0], reference)
+    assert errors[32768] <= 1.2 * errors[1024]
+    assert never > (5 if positive else 1.2) * errors[32768]  # why there is a promotion at all
+
+
+def test_lse_and_out_follow_the_exact_ones():
+    q, k, v = e4m3_inputs(1, 1000)
+    scales = torch.tensor([1.0, 0.5, 2.0, 0.25, 1.0, 1.0, 3.0, 0.125])
+    per_key = scales.double().repeat_interleave(128)[:1000, None]
+    out, lse, _ = attention_model(q, k, v, k_scale=scales, v_scale=scales)
+    reference, reference_lse = attention_exact(q, k * per_key, v * per_key)
+    assert relative(out, reference) < 0.05
+    assert float((lse - reference_lse).abs().max()) < 1e-6
+
+
+def test_old_references_cost_accuracy_on_peaked_rows():
+    """Why the maximum is taken in each block by default, and what the other way costs."""
+    ratios, moves = {}, {}
+    for spread in (1, 3):
+        q, k, v = e4m3_inputs(2, 8192, spread, rows=128)
+        reference, _ = attention_exact(q, k, v)
+        exact = relative(attention_model(q, k, v)[0], reference)
+        out, _, moves[spread] = attention_model(q, k, v, exact=False)
+        ratios[spread] = relative(out, reference) / exact
+    assert ratios[1] < 1.06 and ratios[3] > 1.15
+    assert moves[1] < 0.1
+
+
+def test_blocks_and_rotation_on_outliers():
+    def draw(keys):
+        rare = torch.rand(keys, 128) < 0.001
+        return (torch.randn(keys, 128) + 10 * torch.randn(keys, 128) * rare).bfloat16().double()
+
+    keys, rows = 4096, 256
+    squares = {"tensor": 0.0, "rotated blocks": 0.0}
+    for seed in range(12):
+        torch.manual_seed(seed)
+        q, k, v = (draw(keys) for _ in range(3))
+        reference, _ = attention_exact(q[:rows], k, v)
+        for name in squares:
+            block = 128 if name == "rotated blocks" else None
+            turn = hadamard if block else (lambda x: x)
+            (qv, qs), (kv, ks), (vv, vs) = (
+                quantize_blocks(x, block) for x in (turn(q), turn(k), v))
+            if block:
+                per_row = qs.repeat_interleave(128)[:rows, None].double()
+            else:
+                per_row, ks, vs = float(qs), ks.expand(keys // 128), vs.expand(keys // 128)
+            out, _, _ = attention_model(qv[:rows], kv, vv, q_scale=per_row, k_scale=ks, v_scale=vs)
+            squares[name] += float(((out - reference) ** 2).sum())
+    assert math.sqrt(squares["tensor"] / squares["rotated blocks"]) > 2.0
+
+
+def test_rotation_keeps_scores():
+    torch.manual_seed(3)
+    for dim in (64, 80, 128, 192, 256):
+        q, k = torch.randn(2, 7, dim).double()
+        assert torch.allclose(hadamard(q) @ hadamard(k).T, q @ k.T)
