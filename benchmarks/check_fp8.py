@@ -81,10 +81,13 @@ def block_rows_of(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def reference_quantize(x: torch.Tensor, rows: int):
-    """e4m3 (S, H, D) and scales (H, blocks) of one sequence, as the kernel does it, in float32."""
+    """e4m3 (S, H, D) and scales (H, blocks) of one sequence, as the kernel does it, in float32.
+
+    Divided by a tensor: by a number, torch multiplies with its inverse on the GPU.
+    """
     blocks = block_rows_of(x.float(), rows)
     top = blocks.abs().nan_to_num(nan=0.0, posinf=3.3895314e38).amax((1, 3))  # (blocks, H)
-    scale = torch.where(top == 0, 1.0, (top / TOP).clamp_min(2.0**-126))
+    scale = torch.where(top == 0, 1.0, (top / torch.full_like(top, TOP)).clamp_min(2.0**-126))
     inverse = 1.0 / scale
     values = to_e4m3(blocks * inverse[:, None, :, None]).flatten(0, 1)[: x.shape[0]]
     return values, scale.T
@@ -192,8 +195,9 @@ def run_case(library: Fp8Library, case: Fp8Case) -> tuple[bool | None, str]:
         made = []
         for which, x in enumerate(inputs):
             call = library.prepare_quantize(
-                x.bfloat16(), cu_seqlens=cu[which > 0],
-                block_rows=64 if which == 0 else 128, rotate=case.rotate and which < 2, transposed=case.transposed and which == 2)
+                x.bfloat16(), cu_seqlens=cu[which > 0], block_rows=64 if which == 0 else 128,
+                rotate=case.rotate and which < 2, transposed=case.transposed and which == 2,
+            )
             call.poison()
             made.append(call())
     else:

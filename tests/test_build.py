@@ -121,7 +121,7 @@ def test_pairs_of_head_dims_are_chosen_on_their_own():
     "variable, value, choices",
     [
         ("FLASH_ATTN3_HEAD_DIMS", "80", "64, 96, 128, 192, 192_128, 256"),
-        ("FLASH_ATTN3_DTYPES", "bf16,float32", "bf16, fp16"),
+        ("FLASH_ATTN3_DTYPES", "bf16,float32", "bf16, e4m3, fp16"),
         ("FLASH_ATTN3_PASSES", "sideways", "fwd"),
         ("FLASH_ATTN3_HEAD_DIMS", ",", "64, 96"),
     ],
