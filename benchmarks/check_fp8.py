@@ -1,6 +1,7 @@
 """Correctness, then times, of the e4m3 forward and the quantise kernel, on the GPU.
 
-    python benchmarks/check_fp8.py --lib LIB.so [--quick] [--no-times] [--dims 64,128,256]
+    python benchmarks/check_fp8.py --lib LIB.so [--lib OTHER.so] [--quick] [--no-times]
+        [--no-checks] [--dims 64,128,256]
 
 Every case is announced before it runs, so that a hang shows where. The reference is float64 on the
 dequantised inputs; a result may have 1.1 times the error of the same formula with P rounded to
@@ -15,6 +16,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from check import CheckCase, errors, lse_error, plain_attention, prefix_sums, visible_mask
@@ -365,31 +367,39 @@ def check_everything(library: Fp8Library, dims, quick: bool) -> bool:
 # --- times --------------------------------------------------------------------------------------
 
 
-def candidates(library: Fp8Library, d: int, s: int, causal: bool):
+def candidates(libraries: dict[str, Fp8Library], d: int, s: int, causal: bool):
+    """(column, call): V as rows with (B, Hk) descales, V transposed with scales a block, FA3."""
     batch, heads = 16384 // s, 2048 // d
     x = [torch.randn(batch, s, heads, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
     plain = [to_e4m3(t) for t in x]
-    ones = [torch.ones(batch, heads, device=DEVICE) for _ in range(3)]
     names = ("q_descale", "k_descale", "v_descale")
-    yield "rows", library.prepare_fp8(*plain, causal=causal, **dict(zip(names, ones)))
-    blocks = [library.quantize(t, block_rows=128, transposed=i == 2) for i, t in enumerate(x)]
-    yield "blocks", library.prepare_fp8(*blocks, causal=causal)
+    ones = {name: torch.ones(batch, heads, device=DEVICE) for name in names}
+    for name, library in libraries.items():
+        try:
+            rows = library.prepare_fp8(*plain, causal=causal, **ones)
+            rows.plan()
+        except NotImplementedError:
+            continue
+        blocks = [library.quantize(t, transposed=i == 2) for i, t in enumerate(x)]
+        yield f"{name} rows", rows
+        yield f"{name} blocks", library.prepare_fp8(*blocks, causal=causal)
     try:
         import fa3_fwd_interface as fa3
 
-        yield "fa3", lambda: fa3.flash_attn_func(*plain, causal=causal, **dict(zip(names, ones)))
+        yield "fa3", lambda: fa3.flash_attn_func(*plain, causal=causal, **ones)
     except Exception as error:  # noqa: BLE001 - a broken wheel raises more than ImportError
         say(f"  fa3: {first_line(error)}")
 
 
-def times(library: Fp8Library, dims, rounds: int = 3) -> list[str]:
-    lines = ["D    S      causal  rows  blocks   fa3   rows/fa3  (TFLOP/s, median of rounds)"]
+def times(libraries: dict[str, Fp8Library], dims, rounds: int = 3) -> list[str]:
+    columns = [f"{name} {kind}" for name in libraries for kind in ("rows", "blocks")] + ["fa3"]
+    lines = ["TFLOP/s, median of rounds", "D    S      causal  " + "  ".join(columns)]
     for d in dims:
         for s in (1024, 16384):
             for causal in (False, True):
                 print(f"timing D {d} S {s} causal {causal}", flush=True)
                 timers = {name: EventTimer(call) for name, call in
-                          candidates(library, d, s, causal)}
+                          candidates(libraries, d, s, causal)}
                 for timer in timers.values():
                     timer.warm_up(100)
                 results = {name: [] for name in timers}
@@ -399,9 +409,9 @@ def times(library: Fp8Library, dims, rounds: int = 3) -> list[str]:
                 flops = 4 * 16384 * s * 2048 / (2 if causal else 1)
                 speed = {name: flops / sorted(values)[len(values) // 2] / 1e9
                          for name, values in results.items()}
-                fa3 = speed.get("fa3", math.nan)
-                lines.append(f"{d:<4} {s:<6} {causal!s:<6} {speed['rows']:6.0f} "
-                             f"{speed['blocks']:6.0f} {fa3:6.0f}  {speed['rows'] / fa3:6.3f}")
+                cells = [f"{speed.get(name, math.nan):{len(name)}.0f}" for name in columns]
+                lines.append(f"{d:<4} {s:<6} {causal!s:<6}  " + "  ".join(cells))
+    library = next(iter(libraries.values()))
     for d in dims:
         x = torch.randn(1, 16384, 2048 // d, d, device=DEVICE, dtype=torch.bfloat16)
         for name, options in (("plain", {}), ("rotated", {"rotate": True}),
@@ -422,18 +432,21 @@ def times(library: Fp8Library, dims, rounds: int = 3) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--lib", required=True)
+    parser.add_argument("--lib", required=True, action="append", help="may come several times")
     parser.add_argument("--dims", default="64,128,256")
     parser.add_argument("--quick", action="store_true", help="a few cases")
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--no-times", action="store_true")
     arguments = parser.parse_args()
     dims = tuple(int(d) for d in arguments.dims.split(","))
-    library = Fp8Library(arguments.lib)
-    say(library.build_info())
-    right = arguments.no_checks or check_everything(library, dims, arguments.quick)
+    libraries = {Path(path).stem: Fp8Library(path) for path in arguments.lib}
+    right = True
+    for name, library in libraries.items():
+        say(f"{name}: {library.build_info()}")
+        if not arguments.no_checks:
+            right &= check_everything(library, dims, arguments.quick)
     if not arguments.no_times:
-        print("\n".join(times(library, dims)), flush=True)
+        print("\n".join(times(libraries, dims)), flush=True)
     return 0 if right else 1
 
 

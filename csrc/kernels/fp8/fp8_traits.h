@@ -31,10 +31,11 @@ enum class ValueSource {
 // What fp8_config.h chooses for a pair of head dims. The KV block is ValueLayout's.
 template <int kConsumers_, int kKeyStages_, int kRawStages_, int kValueStages_, int kQueryStages_,
           QuerySource kQuerySource_, OutPath kOutPath_, Promotion kPromotion_,
-          RowMaximum kMaximum_ = RowMaximum::kEachBlock>
+          RowMaximum kMaximum_ = RowMaximum::kEachBlock, bool kTurns_ = true>
 struct Fp8Schedule : FwdSchedule<kConsumers_, ValueLayout::kKeys, kKeyStages_, kValueStages_,
                                  kQueryStages_, kQuerySource_, kOutPath_, HeldNone> {
   static constexpr int kRawStages = kRawStages_;
+  static constexpr bool kTurns = kTurns_;  // consumers issue their products in turn
   static constexpr bool kExactTop = kMaximum_ == RowMaximum::kEachBlock;
   static constexpr bool kInChunks = kPromotion_ == Promotion::kChunks;
 };

@@ -304,10 +304,14 @@ struct FwdConsumer {
 
   // Ping-pong: warpgroups issue their products in turn, so that the softmax of one meets the
   // products of another. Each takes one turn a step, and all take the same number.
-  __device__ __forceinline__ void take_turn() { named_barrier_sync(kTurn + warpgroup, 256); }
+  __device__ __forceinline__ void take_turn() {
+    if constexpr (T::kTurns) named_barrier_sync(kTurn + warpgroup, 256);
+  }
 
   __device__ __forceinline__ void pass_turn() {
-    named_barrier_arrive(kTurn + (warpgroup + 1) % T::kConsumers, 256);
+    if constexpr (T::kTurns) {
+      named_barrier_arrive(kTurn + (warpgroup + 1) % T::kConsumers, 256);
+    }
   }
 
   // The last block of a tile has been exponentiated: its LSE is known before its O is.
@@ -480,7 +484,7 @@ struct FwdConsumer {
   // Self has the steps: this struct, or one that derives from it.
   template <class Self>
   __device__ __forceinline__ void run(Self& self) {
-    if (warpgroup == T::kConsumers - 1) {
+    if (T::kTurns && warpgroup == T::kConsumers - 1) {
       named_barrier_arrive(kTurn, 256);  // the first turn is warpgroup 0's
     }
     typename Self::Stream t;

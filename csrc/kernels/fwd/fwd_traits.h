@@ -91,6 +91,7 @@ struct FwdTraits : Schedule {
   using Schedule::kStagedOut;
   using Schedule::kValueStages;
 
+  static constexpr bool kTurns = true;    // consumers issue their products in turn
   static constexpr bool kScaled = false;  // Q, K and V have scales
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
