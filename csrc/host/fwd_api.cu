@@ -1,35 +1,19 @@
 // The forward half of the C interface: checks, choice of the instantiation, run-time parameters.
-#include <atomic>
-#include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <mutex>
 #include <string>
 
+#include "host/bwd_dispatch.h"
 #include "host/fwd_dispatch.h"
 #include "host/ragged_plan.h"
 #include "kernels/attn/online_softmax.h"
 
 namespace flash_attn3 {
 
-Status cuda_status(const char* doing, cudaError_t error) {
-  (void)cudaGetLastError();  // reported here, not by the next good call
-  return Status::cuda(std::string("CUDA error while ") + doing + ": " + cudaGetErrorString(error));
-}
-
 namespace {
-
-constexpr int32_t kUnlimited = -1;
-constexpr int32_t kLongestWindow = 1 << 30;  // positions and windows then add without overflow
 
 // Dynamic order costs a memset before the launch; it pays where the call runs long enough and tiles
 // differ in length.
 constexpr double kDynamicOrderMinimumFlops = 5.0e10;
-
-int32_t bounded_window(int32_t window) {
-  return window < 0 ? kUnlimited : window > kLongestWindow ? kLongestWindow : window;
-}
 
 bool is_ragged_q(const FwdParams& in) { return in.cu_seqlens_q != nullptr; }
 
@@ -64,60 +48,6 @@ Status check(const FwdParams& in) {
   }
   return {};
 }
-
-struct DeviceInfo {
-  int major = 0, minor = 0;
-  FwdContext context{};
-};
-
-// Asked once per device; several threads may ask at a time.
-Status device_info(int device, DeviceInfo* info) {
-  static DeviceInfo cache[kMaxDevices];
-  static std::atomic<bool> known[kMaxDevices];
-  static std::mutex writing;
-  if (device < kMaxDevices && known[device].load(std::memory_order_acquire)) {
-    *info = cache[device];
-    return {};
-  }
-  int sms = 0, l2 = 0;
-  cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&info->major, cudaDevAttrComputeCapabilityMajor, device);
-  }
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&info->minor, cudaDevAttrComputeCapabilityMinor, device);
-  }
-  if (error != cudaSuccess) return cuda_status("asking for the device's properties", error);
-  info->context = {sms, l2};
-  if (device < kMaxDevices) {
-    const std::lock_guard<std::mutex> lock(writing);
-    cache[device] = *info;
-    known[device].store(true, std::memory_order_release);
-  }
-  return {};
-}
-
-// The caller may have another device current; ours is until the end of the call.
-class DeviceScope {
- public:
-  explicit DeviceScope(int device) {
-    error_ = cudaGetDevice(&before_);
-    if (error_ == cudaSuccess && before_ != device) {
-      error_ = cudaSetDevice(device);
-      changed_ = error_ == cudaSuccess;
-    }
-  }
-  ~DeviceScope() {
-    if (changed_) cudaSetDevice(before_);
-  }
-  cudaError_t error() const { return error_; }
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-  cudaError_t error_;
-};
 
 using Launch = Status (*)(const FwdParams&, const FwdContext&, cudaStream_t, FwdPlan*);
 
@@ -167,19 +97,14 @@ const CompiledKernel kCompiled[] = {
 #endif
     {DType::kFloat16, 0, 0, nullptr}};
 
-const char* dtype_name(DType dtype) { return dtype == DType::kBFloat16 ? "bf16" : "fp16"; }
-
 Status run(const FwdParams* in, cudaStream_t stream, FwdPlan* plan) {
   if (in == nullptr) return Status::invalid("params must not be null.");
   Status status = check(*in);
   DeviceInfo info;
   if (status.ok()) status = device_info(in->device, &info);
   if (!status.ok()) return status;
-  if (info.major != 9 || info.minor != 0) {
-    return Status::not_compiled("These kernels need compute capability 9.0 (H100, H200); device " +
-                                std::to_string(in->device) + " has " + std::to_string(info.major) +
-                                "." + std::to_string(info.minor) + ".");
-  }
+  status = check_device(in->device, info);
+  if (!status.ok()) return status;
   for (const CompiledKernel& kernel : kCompiled) {
     if (kernel.launch == nullptr || kernel.dtype != in->dtype || kernel.head_dim < in->head_dim ||
         kernel.head_dim_v < in->head_dim_v) {
@@ -187,19 +112,12 @@ Status run(const FwdParams* in, cudaStream_t stream, FwdPlan* plan) {
     }
     const DeviceScope scope(in->device);
     if (scope.error() != cudaSuccess) return cuda_status("choosing the device", scope.error());
-    return kernel.launch(*in, info.context, stream, plan);
+    return kernel.launch(*in, {info.sms, info.l2_bytes}, stream, plan);
   }
   return Status::not_compiled(std::string("This build has no forward kernel for ") +
                               dtype_name(in->dtype) + " with head dims (" +
                               std::to_string(in->head_dim) + ", " + std::to_string(in->head_dim_v) +
                               "); it has " + flash_attn3_build_info() + ".");
-}
-
-int report(const Status& status, char* message, size_t message_size) {
-  if (message != nullptr && message_size > 0) {
-    std::snprintf(message, message_size, "%s", status.message.c_str());
-  }
-  return int(status.kind);
 }
 
 }  // namespace
@@ -319,7 +237,7 @@ const char* flash_attn3_build_info() {
       text += std::string(" ") + dtype_name(kernel.dtype) + " (" + std::to_string(kernel.head_dim) +
               "," + std::to_string(kernel.head_dim_v) + ")";
     }
-    return text;
+    return text + "; bwd:" + bwd_kernel_list();
   }();
   return info.c_str();
 }

@@ -3,20 +3,16 @@
 
 #include <cuda_runtime.h>
 
+#include "host/device.h"
 #include "host/params.h"
-#include "host/status.h"
 #include "kernels/fwd/fwd_params.h"
 
 namespace flash_attn3 {
-
-constexpr int kMaxDevices = 64;
 
 struct FwdContext {
   int sms;
   int64_t l2_bytes;
 };
-
-Status cuda_status(const char* doing, cudaError_t error);
 
 // True where tiles are handed out by an atomic counter in the workspace (dense calls).
 bool wants_dynamic_order(const FwdParams& in);

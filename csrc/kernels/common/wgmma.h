@@ -75,6 +75,7 @@ struct WgmmaOp;
     using Shared = gmma::MMA_64x##N##x16_F32F16F16_SS<gmma::Major::K, kMajorB>;     \
     using Register = gmma::MMA_64x##N##x16_F32F16F16_RS<gmma::Major::K, kMajorB>;   \
   };
+FLASH_ATTN3_WGMMA(32)
 FLASH_ATTN3_WGMMA(64)
 FLASH_ATTN3_WGMMA(96)
 FLASH_ATTN3_WGMMA(128)
@@ -152,6 +153,26 @@ __device__ __forceinline__ void issue_pv(const uint32_t (&p)[K / 4], uint32_t v_
         p + 4 * k, descriptor<Pv>(v, k * 16 * Pv::kBytes), o,
         k == 0 ? (accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero) : gmma::ScaleOut::One,
         std::make_index_sequence<Dv / 2>{});
+  }
+}
+
+// C[64 x N] = A[64 x K] B[K x N], both from shared memory: A's k runs along its columns (panels of
+// rows_a rows), B's along its rows (panels of type P, K rows high).
+template <class Element, class P, int N, int K>
+__device__ __forceinline__ void issue_shared_row_major(uint32_t a_address, int rows_a,
+                                                       uint32_t b_address, float (&c)[N / 2]) {
+  using Pa = Panel<K>;
+  using Op = typename WgmmaOp<Element, N, gmma::Major::MN>::Shared;
+  const uint32_t a = k_major_low(a_address);
+  const uint32_t b = mn_major_low<P>(b_address, K);
+#pragma unroll
+  for (int k = 0; k < K / 16; ++k) {
+    const int panel = k / (Pa::kWidth / 16);
+    const int within = k % (Pa::kWidth / 16) * 32;
+    detail::wgmma_ss<Op>(descriptor<Pa>(a, panel * rows_a * Pa::kBytes + within),
+                         descriptor<P>(b, k * 16 * P::kBytes), c,
+                         k == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
+                         std::make_index_sequence<N / 2>{});
   }
 }
 

@@ -1,0 +1,135 @@
+// Shapes, shared memory and register budget of one compiled backward kernel.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/attn/key_range.h"
+#include "kernels/common/wgmma.h"
+#include "kernels/fwd/fwd_traits.h"
+
+namespace flash_attn3 {
+
+// How two consumer warpgroups share the work of a tile.
+enum class BwdSplit {
+  kKeys,   // 128 keys a tile: each takes 64 of them through all products
+  kRoles,  // 64 keys a tile: one makes P and dV, the other dS and dK; P passes through shared
+           // memory
+};
+
+// What bwd_config.h chooses for a pair of head dims: query rows a tile, places for Q and dO.
+template <BwdSplit kSplit_, int kBlockM_, int kStages_>
+struct BwdSchedule {
+  static constexpr BwdSplit kSplit = kSplit_;
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr int kBlockN = kSplit_ == BwdSplit::kKeys ? 128 : 64;
+  static constexpr int kStages = kStages_;
+};
+
+// One unit of work: a KV tile of one KV head. Written by the scheduler warp, read by all others.
+struct BwdTile {
+  int32_t head_kv;  // -1: no more work
+  int32_t n;        // KV tile within its sequence
+  int32_t k_len;    // keys in use
+  int32_t k_rows;   // keys that exist (those not in use get gradients of 0)
+  int32_t q_len;
+  int32_t k_batch;  // where the sequence starts in the tensors (SequenceSpan)
+  int32_t k_base;
+  int32_t q_batch;
+  int32_t q_base;
+  int32_t q_tile0;  // of the workspace: the sequence's first query tile
+  int32_t m_begin;  // query tiles m_begin <= m < m_end, visited upwards, head after head
+  int32_t m_end;
+  BlockRange plain[2];  // of each half of the keys: query tiles that need no mask
+};
+
+// Deterministic calls: the turn counter that a consumer warp has yet to raise, and its next value;
+// 0 where there is none.
+struct BwdTurn {
+  int32_t index;
+  int32_t next;
+};
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, class Schedule>
+struct BwdTraits : Schedule {
+  using Element = Element_;
+  using Schedule::kBlockM;
+  using Schedule::kBlockN;
+  using Schedule::kSplit;
+  using Schedule::kStages;
+
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr int kConsumers = 2;
+  static constexpr int kConsumerWarps = 4 * kConsumers;
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kTileSlots = 2;
+  static constexpr int kProducerRegisters = 32;
+  static constexpr int kConsumerRegisters = 240;
+  static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536);
+  static constexpr bool kRoles = kSplit == BwdSplit::kRoles;
+
+  // dQ of a query tile is made in two pieces, one by each consumer: half of its rows where there
+  // are 128, else some of its columns (whole panels of K).
+  static constexpr bool kDqByRows = kBlockM == 128;
+  static constexpr int kDqColumns0 = kDqByRows         ? kHeadDim
+                                     : kHeadDim == 96  ? 64
+                                     : kHeadDim == 192 ? 128
+                                                       : kHeadDim / 2;
+  static constexpr int kDqColumns1 = kDqByRows ? kHeadDim : kHeadDim - kDqColumns0;
+  static_assert(kBlockM == 64 || kBlockM == 128);
+  static_assert((kStages & (kStages - 1)) == 0, "slots are counted with a mask");
+
+  static constexpr int kKeyBytes = kBlockN * kHeadDim * 2;
+  static constexpr int kValueBytes = kBlockN * kHeadDimV * 2;
+  static constexpr int kQueryBytes = kBlockM * kHeadDim * 2;  // of one stage
+  static constexpr int kDoutBytes = kBlockM * kHeadDimV * 2;
+  static constexpr int kRowBytes = 2 * kBlockM * 4;
+  static constexpr int kDsBytes = kBlockM * kBlockN * 2;
+  static constexpr int kDsSlots = 2;
+  static constexpr int kPSlots = kRoles ? 2 : 1;
+  static constexpr int kPBytes = kRoles ? kBlockM * kBlockN * 2 : 16;
+
+  struct SharedMemory {
+    alignas(1024) uint8_t k[kKeyBytes];
+    alignas(1024) uint8_t v[kValueBytes];
+    alignas(1024) uint8_t q[kStages][kQueryBytes];
+    alignas(1024) uint8_t dout[kStages][kDoutBytes];
+    alignas(1024) uint8_t ds[kDsSlots][kDsBytes];  // queries x keys, panels of 64 keys
+    alignas(16) uint8_t p[kPSlots][kPBytes];       // kRoles: fragments, in the threads' own order
+    alignas(16) float rows[kStages][2 * kBlockM];  // -LSE in log2, then delta; comes with dO
+
+    // full: the data is there; empty: every reader has finished; tail: data has arrived whose last
+    // rows the tail warp clears before it says full.
+    alignas(8) uint64_t k_full;
+    uint64_t v_full;
+    uint64_t k_tail;
+    uint64_t v_tail;
+    uint64_t kv_empty;
+    uint64_t q_full[kStages];
+    uint64_t q_tail[kStages];
+    uint64_t q_empty[kStages];
+    uint64_t dout_full[kStages];
+    uint64_t dout_tail[kStages];
+    uint64_t dout_empty[kStages];
+    uint64_t ds_full[kDsSlots];
+    uint64_t ds_empty[kDsSlots];
+    uint64_t p_full[kPSlots];
+    uint64_t p_empty[kPSlots];
+    uint64_t tile_full[kTileSlots];
+    uint64_t tile_empty[kTileSlots];
+    alignas(16) BwdTile tiles[kTileSlots];
+    BwdTurn turns[kConsumerWarps];
+  };
+};
+
+// A running count of uses of a ring of kSlots (a power of two): which slot, and its parity.
+template <int kSlots>
+__device__ __forceinline__ int ring_slot(uint32_t count) {
+  return int(count & (kSlots - 1));
+}
+template <int kSlots>
+__device__ __forceinline__ uint32_t ring_parity(uint32_t count) {
+  return count / kSlots & 1;
+}
+
+}  // namespace flash_attn3
