@@ -35,7 +35,7 @@ def struct_fields(name: str) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["Strides", "FwdParams", "FwdPlan"])
+@pytest.mark.parametrize("name", ["Strides", "FwdParams", "FwdPlan", "BwdParams", "BwdPlan"])
 def test_ctypes_structures_repeat_params_h(name):
     codes = {
         "int32_t": ctypes_lib.c_int32,
