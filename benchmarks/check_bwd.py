@@ -24,6 +24,7 @@ from ctypes_lib import KernelLibrary, PreparedBackward  # noqa: E402
 from timing import first_line, interleave, make_timers  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # tests run parts of this without one
 NAMES = ("dq", "dk", "dv")
 FACTOR, FLOOR = 3.0, 1e-5
 
@@ -133,7 +134,7 @@ class Inputs:
                 self.used_q, self.used_k = ([p[i] for p in case.used] for i in (0, 1))
 
         def made(shape, heads, columns):
-            return torch.randn(*shape, heads, columns, device="cuda", dtype=torch.float32)
+            return torch.randn(*shape, heads, columns, device=DEVICE, dtype=torch.float32)
 
         q = made(shape_q, case.heads, case.d)
         k, v = made(shape_k, case.heads_kv, case.d), made(shape_k, case.heads_kv, dv)
@@ -145,7 +146,7 @@ class Inputs:
         self.q, self.k, self.v = q.to(dtype), k.to(dtype), v.to(dtype)
         dout = made(shape_q, case.heads, dv).to(dtype)
         if case.dout == "sum":
-            dout = torch.ones((), device="cuda", dtype=dtype).expand(dout.shape)
+            dout = torch.ones((), device=DEVICE, dtype=dtype).expand(dout.shape)
         elif case.dout == "row0":
             dout = dout[:, :1].expand(dout.shape)
         elif case.dout == "transposed":
@@ -162,7 +163,7 @@ class Inputs:
 
     def unused(self, rows: torch.Size, cu, used) -> torch.Tensor:
         """Boolean over the rows of q or k: those that no sequence uses."""
-        mask = torch.ones(rows, dtype=torch.bool, device="cuda")
+        mask = torch.ones(rows, dtype=torch.bool, device=DEVICE)
         for b in range(self.case.batch):
             if cu is None:
                 mask[b, : used[b] if used else None] = False
@@ -186,7 +187,7 @@ class Inputs:
     def call_options(self) -> dict:
         def tensor(values):
             return None if values is None else torch.tensor(values, dtype=torch.int32,
-                                                            device="cuda")
+                                                            device=DEVICE)
 
         case = self.case
         options = dict(
@@ -272,13 +273,13 @@ def cudnn_backward(dout, q, k, v, causal):
 
 def time_point(library: KernelLibrary, d: int, s: int, causal: bool) -> str:
     shape = (16384 // s, s, 2048 // d, d)
-    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, dout = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     forward = library.prepare(q, k, v, causal=causal)
     try:
         forward()
         out, lse = forward.out, forward.lse
     except NotImplementedError:  # only its time counts here
-        out, lse = torch.randn_like(q), torch.full((shape[0], shape[2], s), 9.0, device="cuda")
+        out, lse = torch.randn_like(q), torch.full((shape[0], shape[2], s), 9.0, device=DEVICE)
     calls = {}
     for name, deterministic in (("ours", False), ("det", True)):
         calls[name] = library.prepare_backward(dout, q, k, v, out, lse, causal=causal,
@@ -297,9 +298,9 @@ def time_point(library: KernelLibrary, d: int, s: int, causal: bool) -> str:
 def kernel_times(library: KernelLibrary, d: int, s: int) -> None:
     """Where the time of one call goes, by torch's profiler."""
     shape = (16384 // s, s, 2048 // d, d)
-    q, k, v, dout, out = (torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    q, k, v, dout, out = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
                           for _ in range(5))
-    lse = torch.full((shape[0], shape[2], s), 9.0, device="cuda")
+    lse = torch.full((shape[0], shape[2], s), 9.0, device=DEVICE)
     call = library.prepare_backward(dout, q, k, v, out, lse)
     call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

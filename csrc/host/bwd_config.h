@@ -8,33 +8,33 @@
 
 namespace flash_attn3 {
 
-// How consumers share the work, query rows a tile, stages of Q and dO.
+// How consumers share the work, query rows a tile, stages of Q and dO, registers of a consumer.
 template <int kHeadDim, int kHeadDimV>
 struct BwdScheduleOf;
 
 template <>
 struct BwdScheduleOf<64, 64> {
-  using Type = BwdSchedule<BwdSplit::kKeys, 128, 2>;
+  using Type = BwdSchedule<BwdSplit::kKeys, 128, 2, 232>;
 };
 template <>
 struct BwdScheduleOf<96, 96> {
-  using Type = BwdSchedule<BwdSplit::kKeys, 64, 4>;
+  using Type = BwdSchedule<BwdSplit::kKeys, 64, 4, 232>;
 };
 template <>
 struct BwdScheduleOf<128, 128> {
-  using Type = BwdSchedule<BwdSplit::kKeys, 64, 2>;
+  using Type = BwdSchedule<BwdSplit::kKeys, 64, 2, 240>;
 };
 template <>
 struct BwdScheduleOf<192, 128> {
-  using Type = BwdSchedule<BwdSplit::kRoles, 64, 2>;
+  using Type = BwdSchedule<BwdSplit::kRoles, 64, 2, 232>;
 };
 template <>
 struct BwdScheduleOf<192, 192> {
-  using Type = BwdSchedule<BwdSplit::kRoles, 64, 2>;
+  using Type = BwdSchedule<BwdSplit::kRoles, 64, 2, 232>;
 };
 template <>
 struct BwdScheduleOf<256, 256> {
-  using Type = BwdSchedule<BwdSplit::kRoles, 64, 2>;
+  using Type = BwdSchedule<BwdSplit::kRoles, 64, 2, 240>;
 };
 
 }  // namespace flash_attn3

@@ -16,13 +16,15 @@ enum class BwdSplit {
            // memory
 };
 
-// What bwd_config.h chooses for a pair of head dims: query rows a tile, places for Q and dO.
-template <BwdSplit kSplit_, int kBlockM_, int kStages_>
+// What bwd_config.h chooses for a pair of head dims: query rows a tile, places for Q and dO,
+// registers of a consumer's thread.
+template <BwdSplit kSplit_, int kBlockM_, int kStages_, int kConsumerRegisters_>
 struct BwdSchedule {
   static constexpr BwdSplit kSplit = kSplit_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kSplit_ == BwdSplit::kKeys ? 128 : 64;
   static constexpr int kStages = kStages_;
+  static constexpr int kConsumerRegisters = kConsumerRegisters_;
 };
 
 // One unit of work: a KV tile of one KV head. Written by the scheduler warp, read by all others.
@@ -54,6 +56,7 @@ struct BwdTraits : Schedule {
   using Element = Element_;
   using Schedule::kBlockM;
   using Schedule::kBlockN;
+  using Schedule::kConsumerRegisters;
   using Schedule::kSplit;
   using Schedule::kStages;
 
@@ -63,9 +66,9 @@ struct BwdTraits : Schedule {
   static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kTileSlots = 2;
-  static constexpr int kProducerRegisters = 32;
-  static constexpr int kConsumerRegisters = 240;
-  static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536);
+  // A thread has 168 at launch; what the producers give back is all that consumers can take.
+  static constexpr int kProducerRegisters = 3 * 168 - kConsumers * kConsumerRegisters;
+  static_assert(kProducerRegisters >= 24 && kProducerRegisters % 8 == 0);
   static constexpr bool kRoles = kSplit == BwdSplit::kRoles;
 
   // dQ of a query tile is made in two pieces, one by each consumer: half of its rows where there
