@@ -44,8 +44,9 @@ class Work:
     heads: query heads of one KV head. All tiles are of one KV head, so they share its turns.
     """
 
-    def __init__(self, tiles, heads, stages, deterministic, key_tails, query_tail):
-        self.tiles, self.heads, self.stages = tiles, heads, stages
+    def __init__(self, tiles, heads, stages, kv_stages, deterministic, key_tails, query_tail):
+        self.tiles, self.heads = tiles, heads
+        self.stages, self.kv_stages = stages, kv_stages
         self.deterministic = deterministic
         self.key_tails, self.query_tail = key_tails, query_tail
         self.counter = 0
@@ -67,10 +68,12 @@ class Cta:
         self.tile_full = [Barrier(1) for _ in range(TILE_SLOTS)]
         self.tile_empty = [Barrier(4) for _ in range(TILE_SLOTS)]  # producer, tail, 2 consumers
         self.tile = [None] * TILE_SLOTS
-        self.kv = {x: Place() for x in "kv"}
-        self.kv_full = {x: Barrier(1) for x in "kv"}
-        self.kv_tail = {x: Barrier(1) for x in "kv"}
-        self.kv_empty = Barrier(2)
+        self.loaded = Barrier(1)
+        kv_stages = range(work.kv_stages)
+        self.kv = {x: [Place() for _ in kv_stages] for x in "kv"}
+        self.kv_full = {x: [Barrier(1) for _ in kv_stages] for x in "kv"}
+        self.kv_tail = {x: [Barrier(1) for _ in kv_stages] for x in "kv"}
+        self.kv_empty = [Barrier(2) for _ in kv_stages]
         self.data = {x: [Place() for _ in range(stages)] for x in "qo"}
         self.full = {x: [Barrier(1) for _ in range(stages)] for x in "qo"}
         self.tail = {x: [Barrier(1) for _ in range(stages)] for x in "qo"}
@@ -101,6 +104,8 @@ class Cta:
         while True:
             slot, parity = count % TILE_SLOTS, count // TILE_SLOTS % 2
             yield lambda: self.tile_empty[slot].passed(parity ^ 1)
+            if count:
+                yield lambda: self.loaded.passed((count - 1) % 2)
             number, self.work.counter = self.work.counter, self.work.counter + 1
             self.tile[slot] = number if number < len(self.work.tiles) else -1
             self.tile_full[slot].arrive()
@@ -116,6 +121,9 @@ class Cta:
             yield slot, lambda: self.tile_full[slot].passed(parity)
             count += 1
 
+    def kv_position(self, with_work):
+        return with_work % self.work.kv_stages, with_work // self.work.kv_stages % 2
+
     def has_query_tail(self, m):
         return self.work.query_tail == m
 
@@ -130,12 +138,15 @@ class Cta:
             steps = self.work.steps(number)
             key_tail = self.work.key_tails[number]
 
+            kv, kv_parity = self.kv_position(with_work)
+
             def load_kv(x):
                 value = ("uncleared", number) if key_tail else number
-                self.copy(self.kv[x], value, (self.kv_tail if key_tail else self.kv_full)[x])
+                barrier = (self.kv_tail if key_tail else self.kv_full)[x][kv]
+                self.copy(self.kv[x][kv], value, barrier)
 
             if steps:
-                yield lambda: self.kv_empty.passed(with_work % 2 ^ 1)
+                yield lambda: self.kv_empty[kv].passed(kv_parity ^ 1)
                 with_work += 1
                 load_kv("k")
             for index, step in enumerate(steps):
@@ -149,11 +160,13 @@ class Cta:
                     if x == "q" and index == 0:
                         load_kv("v")
                 count += 1
+            self.loaded.arrive()
             self.tile_empty[slot].arrive()
 
     def tail_warp(self):
-        key_tails = count = 0
+        with_work = count = 0
         stages = self.work.stages
+        key_parities = [0] * self.work.kv_stages
         parities = {x: [0] * stages for x in "qo"}
         for slot, ready in self.tiles():
             yield ready
@@ -161,13 +174,15 @@ class Cta:
             if number < 0:
                 return
             steps = self.work.steps(number)
+            kv, _ = self.kv_position(with_work)
+            with_work += bool(steps)
             if steps and self.work.key_tails[number]:
                 for x in "kv":
-                    yield lambda: self.kv_tail[x].passed(key_tails % 2)
-                    assert self.kv[x].holds == ("uncleared", number)
-                    self.kv[x].write(number)
-                    self.kv_full[x].arrive()
-                key_tails += 1
+                    yield lambda: self.kv_tail[x][kv].passed(key_parities[kv])
+                    assert self.kv[x][kv].holds == ("uncleared", number)
+                    self.kv[x][kv].write(number)
+                    self.kv_full[x][kv].arrive()
+                key_parities[kv] ^= 1
             per_head = len(steps) // self.work.heads
             for head in range(self.work.heads if steps else 0):
                 count += per_head
@@ -200,7 +215,7 @@ class Cta:
 
     def key_consumer(self, w):
         stages = self.work.stages
-        count, tile_parity, state = 0, 0, {"pending": None}
+        count, with_work, state = 0, 0, {"pending": None}
 
         def dq(step, at):
             slot = at % DS_SLOTS
@@ -222,9 +237,10 @@ class Cta:
                 return
             steps = self.work.steps(number)
             if steps:
+                kv, kv_parity = self.kv_position(with_work)
                 for x in "kv":
-                    yield lambda: self.kv_full[x].passed(tile_parity)
-                    self.kv[x].read(number)
+                    yield lambda: self.kv_full[x][kv].passed(kv_parity)
+                    self.kv[x][kv].read(number)
             for index, step in enumerate(steps):
                 stage, parity = count % stages, count // stages % 2
                 yield lambda: self.full["q"][stage].passed(parity)
@@ -257,9 +273,9 @@ class Cta:
                 self.data["q"][last].release()
                 self.empty["q"][last].arrive()
                 for x in "kv":
-                    self.kv[x].release()
-                self.kv_empty.arrive()
-                tile_parity ^= 1
+                    self.kv[x][kv].release()
+                self.kv_empty[kv].arrive()
+                with_work += 1
                 yield from add(steps[-1], count - 1)
                 self.pass_turn(state, w)
             self.work.gradients.append((number, w))
@@ -267,7 +283,7 @@ class Cta:
 
     def role_consumer(self, w):
         stages = self.work.stages
-        count, tile_parity, state = 0, 0, {"pending": None}  # count: seconds released
+        count, with_work, state = 0, 0, {"pending": None}  # count: seconds released
         first, second = ("q", "o") if w == 0 else ("o", "q")
 
         def make_operand(step):
@@ -302,11 +318,12 @@ class Cta:
             if number < 0:
                 return
             steps = self.work.steps(number)
-            kv = "k" if w == 0 else "kv"
+            kv, kv_parity = self.kv_position(with_work)
+            used = "k" if w == 0 else "kv"
             if steps:
-                for x in kv:
-                    yield lambda: self.kv_full[x].passed(tile_parity)
-                    self.kv[x].read(number)
+                for x in used:
+                    yield lambda: self.kv_full[x][kv].passed(kv_parity)
+                    self.kv[x][kv].read(number)
             for index in range(len(steps) + 1 if steps else 0):
                 later = index > 0
                 if later:
@@ -338,10 +355,10 @@ class Cta:
                 yield lambda: True
                 self.ds[ds][0].release()
                 self.ds_empty[ds].arrive()
-                for x in kv:
-                    self.kv[x].release()
-                self.kv_empty.arrive()
-                tile_parity ^= 1
+                for x in used:
+                    self.kv[x][kv].release()
+                self.kv_empty[kv].arrive()
+                with_work += 1
                 self.pass_turn(state, w)
             self.work.gradients.append((number, w))
             self.tile_empty[slot].arrive()
@@ -383,9 +400,9 @@ def tile_lists():
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages, kv_stages", [(2, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("roles", [False, True])
-def test_every_part_is_added_once_whatever_the_order(roles, stages, deterministic):
+def test_every_part_is_added_once_whatever_the_order(roles, stages, kv_stages, deterministic):
     for number, tiles in enumerate(tile_lists()):
         for seed in range(4):
             random.seed(1000 * number + seed)
@@ -393,7 +410,7 @@ def test_every_part_is_added_once_whatever_the_order(roles, stages, deterministi
             # The last query tile of the sequence, which ends every range that reaches it.
             query_tail = max(end for _, end in tiles) - 1 if random.random() < 0.5 else None
             heads = random.choice((1, 1, 2, 3))
-            work = Work(tiles, heads, stages, deterministic, key_tails, query_tail)
+            work = Work(tiles, heads, stages, kv_stages, deterministic, key_tails, query_tail)
             ctas = random.choice((1, 2, 3, len(tiles) + 1))
             assert run(work, roles, ctas), f"deadlock with tiles {tiles}, seed {seed}, CTAs {ctas}"
             assert sorted(work.gradients) == [(n, w) for n in range(len(tiles)) for w in range(2)]
@@ -409,6 +426,6 @@ def test_every_part_is_added_once_whatever_the_order(roles, stages, deterministi
 def test_the_model_notices_a_turn_that_never_comes():
     """A tile that waits for one claimed later: with one CTA the other never starts."""
     random.seed(0)
-    work = Work([(0, 2), (0, 2)], 1, 2, True, [False, False], None)
+    work = Work([(0, 2), (0, 2)], 1, 2, 1, True, [False, False], None)
     work.rank = lambda number, m: 1 - number
     assert not run(work, False, 1)

@@ -11,11 +11,13 @@ namespace flash_attn3 {
 template <class T>
 __device__ __forceinline__ void init_bwd_barriers(typename T::SharedMemory& shared) {
   constexpr int kWarps = T::kConsumerWarps;
-  mbarrier_init(&shared.k_full, 1);
-  mbarrier_init(&shared.v_full, 1);
-  mbarrier_init(&shared.k_tail, 1);
-  mbarrier_init(&shared.v_tail, 1);
-  mbarrier_init(&shared.kv_empty, kWarps);
+  for (int stage = 0; stage < T::kKvStages; ++stage) {
+    mbarrier_init(&shared.k_full[stage], 1);
+    mbarrier_init(&shared.v_full[stage], 1);
+    mbarrier_init(&shared.k_tail[stage], 1);
+    mbarrier_init(&shared.v_tail[stage], 1);
+    mbarrier_init(&shared.kv_empty[stage], kWarps);
+  }
   for (int stage = 0; stage < T::kStages; ++stage) {
     mbarrier_init(&shared.q_full[stage], 1);
     mbarrier_init(&shared.q_tail[stage], 1);
@@ -36,6 +38,7 @@ __device__ __forceinline__ void init_bwd_barriers(typename T::SharedMemory& shar
     mbarrier_init(&shared.tile_full[slot], 1);
     mbarrier_init(&shared.tile_empty[slot], 2 + kWarps);  // producer and tail warp too
   }
+  mbarrier_init(&shared.loaded, 1);
   for (BwdTurn& turn : shared.turns) turn = {0, 0};
   mbarrier_init_fence();
 }

@@ -30,7 +30,7 @@ struct BwdKeyConsumer {
   BwdDqAdder<T> adder;
 
   uint32_t step_count = 0;  // query tiles, of all KV tiles so far
-  uint32_t tile_count = 0;  // KV tiles with any, modulo 2
+  uint32_t tile_count = 0;  // KV tiles with any
 
   static __device__ __forceinline__ int thread() { return threadIdx.x % 128; }
 
@@ -40,6 +40,7 @@ struct BwdKeyConsumer {
     if (thread() % 32 == 0) mbarrier_arrive(barrier);
   }
 
+  __device__ __forceinline__ int kv_stage() const { return ring_slot<T::kKvStages>(tile_count); }
   __device__ __forceinline__ int stage() const { return ring_slot<T::kStages>(step_count); }
 
   __device__ __forceinline__ void issue_scores(float (&s)[kScores]) {
@@ -47,8 +48,8 @@ struct BwdKeyConsumer {
     pin_registers(s);
     wgmma_fence();
     issue_qk_shared<Element, T::kBlockM, T::kHeadDim>(
-        shared_address(shared.k) + warpgroup * 64 * Panel<T::kHeadDim>::kBytes, T::kBlockN,
-        shared_address(shared.q[stage()]), s);
+        shared_address(shared.k[kv_stage()]) + warpgroup * 64 * Panel<T::kHeadDim>::kBytes,
+        T::kBlockN, shared_address(shared.q[stage()]), s);
     wgmma_commit();
   }
 
@@ -57,8 +58,8 @@ struct BwdKeyConsumer {
     pin_registers(dp);
     wgmma_fence();
     issue_qk_shared<Element, T::kBlockM, T::kHeadDimV>(
-        shared_address(shared.v) + warpgroup * 64 * Panel<T::kHeadDimV>::kBytes, T::kBlockN,
-        shared_address(shared.dout[stage()]), dp);
+        shared_address(shared.v[kv_stage()]) + warpgroup * 64 * Panel<T::kHeadDimV>::kBytes,
+        T::kBlockN, shared_address(shared.dout[stage()]), dp);
     wgmma_commit();
   }
 
@@ -86,7 +87,7 @@ struct BwdKeyConsumer {
     const int slot = ring_slot<T::kDsSlots>(step);
     mbarrier_wait(&shared.ds_full[slot], ring_parity<T::kDsSlots>(step));
     const uint32_t ds = shared_address(shared.ds[slot]);
-    const uint32_t k = shared_address(shared.k);
+    const uint32_t k = shared_address(shared.k[kv_stage()]);
     const uint32_t a = T::kDqByRows ? ds + warpgroup * 64 * 128 : ds;
     const uint32_t b =
         T::kDqByRows ? k : k + warpgroup * (T::kDqColumns0 / P::kWidth) * (T::kBlockN * P::kBytes);
@@ -179,8 +180,8 @@ struct BwdKeyConsumer {
     for (int i = 0; i < T::kHeadDim / 2; ++i) dk[i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < T::kHeadDimV / 2; ++i) dv[i] = 0.0f;
-    mbarrier_wait(&shared.k_full, tile_count);
-    mbarrier_wait(&shared.v_full, tile_count);
+    mbarrier_wait(&shared.k_full[kv_stage()], ring_parity<T::kKvStages>(tile_count));
+    mbarrier_wait(&shared.v_full[kv_stage()], ring_parity<T::kKvStages>(tile_count));
     int m = tile.m_begin;
     int at = (tile.q_tile0 + m) * params.heads + tile.head_kv * params.group;
     int before = -1;
@@ -205,8 +206,8 @@ struct BwdKeyConsumer {
     pin_registers(dv);
     release_ds(step_count - 1);
     say(&shared.q_empty[ring_slot<T::kStages>(step_count - 1)]);
-    say(&shared.kv_empty);
-    tile_count ^= 1;
+    say(&shared.kv_empty[kv_stage()]);
+    ++tile_count;
     adder.wait_turn(tile, at);
     adder.add(dq, at, warpgroup, 0);
     store(tile, dk, dv);

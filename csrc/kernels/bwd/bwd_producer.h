@@ -50,17 +50,19 @@ struct BwdProducer {
     }
   }
 
-  __device__ __forceinline__ void load_k(const BwdTile& tile) {
-    uint64_t* barrier = has_key_tail<T>(params, tile) ? &shared.k_tail : &shared.k_full;
+  __device__ __forceinline__ void load_k(const BwdTile& tile, int stage) {
+    uint64_t* barrier =
+        has_key_tail<T>(params, tile) ? &shared.k_tail[stage] : &shared.k_full[stage];
     mbarrier_arrive_expect_bytes(barrier, T::kKeyBytes);
-    copy_panels<T::kHeadDim>(params.k, barrier, kReadOnce, shared.k, T::kBlockN,
+    copy_panels<T::kHeadDim>(params.k, barrier, kReadOnce, shared.k[stage], T::kBlockN,
                              tile.k_base + tile.n * T::kBlockN, tile.head_kv, tile.k_batch);
   }
 
-  __device__ __forceinline__ void load_v(const BwdTile& tile) {
-    uint64_t* barrier = has_key_tail<T>(params, tile) ? &shared.v_tail : &shared.v_full;
+  __device__ __forceinline__ void load_v(const BwdTile& tile, int stage) {
+    uint64_t* barrier =
+        has_key_tail<T>(params, tile) ? &shared.v_tail[stage] : &shared.v_full[stage];
     mbarrier_arrive_expect_bytes(barrier, T::kValueBytes);
-    copy_panels<T::kHeadDimV>(params.v, barrier, kReadOnce, shared.v, T::kBlockN,
+    copy_panels<T::kHeadDimV>(params.v, barrier, kReadOnce, shared.v[stage], T::kBlockN,
                               tile.k_base + tile.n * T::kBlockN, tile.head_kv, tile.k_batch);
   }
 
@@ -104,10 +106,11 @@ struct BwdProducer {
       const BwdTile& tile = shared.tiles[slot];
       if (tile.head_kv < 0) return;
       if (tile.m_begin < tile.m_end) {
-        // Waits until no product reads K and V of the tile before.
-        mbarrier_wait(&shared.kv_empty, (tiles_with_work & 1) ^ 1);
+        // Waits until no product reads K and V of an earlier tile there.
+        const int kv_stage = ring_slot<T::kKvStages>(tiles_with_work);
+        mbarrier_wait(&shared.kv_empty[kv_stage], ring_parity<T::kKvStages>(tiles_with_work) ^ 1);
         ++tiles_with_work;
-        if (lane == 0) load_k(tile);
+        if (lane == 0) load_k(tile, kv_stage);
         __syncwarp();
         bool first = true;
 #pragma unroll 1
@@ -116,14 +119,17 @@ struct BwdProducer {
 #pragma unroll 1
           for (int m = tile.m_begin; m < tile.m_end; ++m, ++count) {
             load_q(tile, head, m, count);
-            if (first && lane == 0) load_v(tile);
+            if (first && lane == 0) load_v(tile, kv_stage);
             first = false;
             load_dout(tile, head, m, count);
           }
         }
       }
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(&shared.tile_empty[slot]);
+      if (lane == 0) {
+        mbarrier_arrive(&shared.loaded);
+        mbarrier_arrive(&shared.tile_empty[slot]);
+      }
     }
   }
 };
@@ -151,9 +157,10 @@ struct BwdTail {
   }
 
   __device__ __forceinline__ void run() {
-    uint32_t key_tails = 0;
-    uint32_t count = 0;       // of query tiles, as the producer counts
-    uint32_t q_parities = 0;  // a bit a stage
+    uint32_t tiles_with_work = 0;
+    uint32_t key_parities = 0;  // a bit a stage
+    uint32_t count = 0;         // of query tiles, as the producer counts
+    uint32_t q_parities = 0;    // a bit a stage
     uint32_t dout_parities = 0;
     for (uint32_t at = 0;; ++at) {
       const int slot = ring_slot<T::kTileSlots>(at);
@@ -161,13 +168,15 @@ struct BwdTail {
       const BwdTile& tile = shared.tiles[slot];
       if (tile.head_kv < 0) return;
       if (tile.m_begin < tile.m_end) {
+        const int kv_stage = ring_slot<T::kKvStages>(tiles_with_work);
+        ++tiles_with_work;
         if (has_key_tail<T>(params, tile)) {
           const int valid = tile.k_len - tile.n * T::kBlockN;
-          mbarrier_wait(&shared.k_tail, key_tails & 1);
-          clear<T::kHeadDim, T::kBlockN>(shared.k, valid, &shared.k_full);
-          mbarrier_wait(&shared.v_tail, key_tails & 1);
-          clear<T::kHeadDimV, T::kBlockN>(shared.v, valid, &shared.v_full);
-          ++key_tails;
+          mbarrier_wait(&shared.k_tail[kv_stage], key_parities >> kv_stage & 1);
+          clear<T::kHeadDim, T::kBlockN>(shared.k[kv_stage], valid, &shared.k_full[kv_stage]);
+          mbarrier_wait(&shared.v_tail[kv_stage], key_parities >> kv_stage & 1);
+          clear<T::kHeadDimV, T::kBlockN>(shared.v[kv_stage], valid, &shared.v_full[kv_stage]);
+          key_parities ^= 1u << kv_stage;
         }
         const int last = tile.m_end - 1;
         const bool tail = has_query_tail<T>(params, tile, last);

@@ -37,7 +37,7 @@ struct BwdRoleConsumer {
   BwdDqAdder<T> adder;
 
   uint32_t step_count = 0;  // query tiles, of all KV tiles so far, whose second product is issued
-  uint32_t tile_count = 0;  // KV tiles with any, modulo 2
+  uint32_t tile_count = 0;  // KV tiles with any
 
   static __device__ __forceinline__ int thread() { return threadIdx.x % 128; }
 
@@ -46,6 +46,8 @@ struct BwdRoleConsumer {
     __syncwarp();
     if (thread() % 32 == 0) mbarrier_arrive(barrier);
   }
+
+  __device__ __forceinline__ int kv_stage() const { return ring_slot<T::kKvStages>(tile_count); }
 
   static __device__ __forceinline__ int stage_of(uint32_t step) {
     return ring_slot<T::kStages>(step);
@@ -59,7 +61,7 @@ struct BwdRoleConsumer {
     pin_registers(s);
     wgmma_fence();
     issue_qk_shared<Element, T::kBlockM, kFirstDim>(
-        shared_address(kRole == 0 ? shared.k : shared.v), T::kBlockN,
+        shared_address(kRole == 0 ? shared.k[kv_stage()] : shared.v[kv_stage()]), T::kBlockN,
         shared_address(kRole == 0 ? shared.q[at] : shared.dout[at]), s);
     wgmma_commit();
   }
@@ -89,7 +91,7 @@ struct BwdRoleConsumer {
     wgmma_fence();
     issue_shared_row_major<Element, P, 64, T::kBlockN>(
         shared_address(shared.ds[ring_slot<T::kDsSlots>(step)]), T::kBlockM,
-        shared_address(shared.k) + kPanel * (T::kBlockN * P::kBytes), dq);
+        shared_address(shared.k[kv_stage()]) + kPanel * (T::kBlockN * P::kBytes), dq);
     wgmma_commit();
   }
 
@@ -181,8 +183,9 @@ struct BwdRoleConsumer {
     float s[kScores], dq[32], gradient[kSecondDim / 2];
     uint32_t a[kScores / 2];
 
-    mbarrier_wait(&shared.k_full, tile_count);
-    if constexpr (kRole == 1) mbarrier_wait(&shared.v_full, tile_count);
+    mbarrier_wait(&shared.k_full[kv_stage()], ring_parity<T::kKvStages>(tile_count));
+    if constexpr (kRole == 1)
+      mbarrier_wait(&shared.v_full[kv_stage()], ring_parity<T::kKvStages>(tile_count));
     int m = tile.m_begin;
     // The tile's row in the workspace, [query tile][head].
     int at = (tile.q_tile0 + m) * params.heads + tile.head_kv * params.group;
@@ -236,8 +239,8 @@ struct BwdRoleConsumer {
     pin_registers(dq);
     pin_registers(gradient);
     release_ds(step_count - 1);
-    say(&shared.kv_empty);
-    tile_count ^= 1;
+    say(&shared.kv_empty[kv_stage()]);
+    ++tile_count;
     adder.add(dq, before, kRole, kLow / 8);
     store(tile, gradient);
     adder.pass_turn();

@@ -108,6 +108,9 @@ struct BwdScheduler {
     for (uint32_t count = 0;; ++count) {
       const int slot = ring_slot<T::kTileSlots>(count);
       mbarrier_wait(&shared.tile_empty[slot], ring_parity<T::kTileSlots>(count) ^ 1);
+      // A tile is claimed when the one before is all but done: one that lies claimed and does not
+      // run would hold up all that wait for its turn. The answer travels during the last steps.
+      if (count > 0) mbarrier_wait(&shared.loaded, (count - 1) & 1);
       int tile = 0;
       if (lane == 0) tile = atomicAdd(params.plan + BwdTileOrder::kCounter, 1);
       tile = __shfl_sync(0xffffffffu, tile, 0);

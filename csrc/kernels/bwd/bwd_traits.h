@@ -16,14 +16,15 @@ enum class BwdSplit {
            // memory
 };
 
-// What bwd_config.h chooses for a pair of head dims: query rows a tile, places for Q and dO,
-// registers of a consumer's thread.
-template <BwdSplit kSplit_, int kBlockM_, int kStages_, int kConsumerRegisters_>
+// What bwd_config.h chooses for a pair of head dims: query rows a tile, places for Q and dO
+// and for K and V, registers of a consumer's thread.
+template <BwdSplit kSplit_, int kBlockM_, int kStages_, int kKvStages_, int kConsumerRegisters_>
 struct BwdSchedule {
   static constexpr BwdSplit kSplit = kSplit_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kSplit_ == BwdSplit::kKeys ? 128 : 64;
   static constexpr int kStages = kStages_;
+  static constexpr int kKvStages = kKvStages_;
   static constexpr int kConsumerRegisters = kConsumerRegisters_;
 };
 
@@ -57,6 +58,7 @@ struct BwdTraits : Schedule {
   using Schedule::kBlockM;
   using Schedule::kBlockN;
   using Schedule::kConsumerRegisters;
+  using Schedule::kKvStages;
   using Schedule::kSplit;
   using Schedule::kStages;
 
@@ -81,6 +83,7 @@ struct BwdTraits : Schedule {
   static constexpr int kDqColumns1 = kDqByRows ? kHeadDim : kHeadDim - kDqColumns0;
   static_assert(kBlockM == 64 || kBlockM == 128);
   static_assert((kStages & (kStages - 1)) == 0, "slots are counted with a mask");
+  static_assert(kKvStages == 1 || kKvStages == 2);
 
   static constexpr int kKeyBytes = kBlockN * kHeadDim * 2;
   static constexpr int kValueBytes = kBlockN * kHeadDimV * 2;
@@ -93,8 +96,8 @@ struct BwdTraits : Schedule {
   static constexpr int kPBytes = kRoles ? kBlockM * kBlockN * 2 : 16;
 
   struct SharedMemory {
-    alignas(1024) uint8_t k[kKeyBytes];
-    alignas(1024) uint8_t v[kValueBytes];
+    alignas(1024) uint8_t k[kKvStages][kKeyBytes];
+    alignas(1024) uint8_t v[kKvStages][kValueBytes];
     alignas(1024) uint8_t q[kStages][kQueryBytes];
     alignas(1024) uint8_t dout[kStages][kDoutBytes];
     alignas(1024) uint8_t ds[kDsSlots][kDsBytes];  // queries x keys, panels of 64 keys
@@ -103,11 +106,11 @@ struct BwdTraits : Schedule {
 
     // full: the data is there; empty: every reader has finished; tail: data has arrived whose last
     // rows the tail warp clears before it says full.
-    alignas(8) uint64_t k_full;
-    uint64_t v_full;
-    uint64_t k_tail;
-    uint64_t v_tail;
-    uint64_t kv_empty;
+    alignas(8) uint64_t k_full[kKvStages];
+    uint64_t v_full[kKvStages];
+    uint64_t k_tail[kKvStages];
+    uint64_t v_tail[kKvStages];
+    uint64_t kv_empty[kKvStages];
     uint64_t q_full[kStages];
     uint64_t q_tail[kStages];
     uint64_t q_empty[kStages];
@@ -119,6 +122,7 @@ struct BwdTraits : Schedule {
     uint64_t p_full[kPSlots];
     uint64_t p_empty[kPSlots];
     uint64_t tile_full[kTileSlots];
+    uint64_t loaded;  // a tile's last copy has been issued
     uint64_t tile_empty[kTileSlots];
     alignas(16) BwdTile tiles[kTileSlots];
     BwdTurn turns[kConsumerWarps];
