@@ -56,11 +56,10 @@ Status check_sizes(const BwdParams& in) {
   if (rows_q < 1 || rows_k < 1 || rows_q > kLongestWindow || rows_k > kLongestWindow) {
     return Status::invalid("q and k must have between 1 and 2^30 rows.");
   }
-  // Tiles of 64 rows are counted in 32 bits, for q with the counters of the deterministic mode.
+  // Tiles of 64 rows are counted in 32 bits.
   const double tiles_q = (double(rows_q) / 64 + 1) * (is_ragged_q(in) ? 1.0 : in.batch) + in.batch;
   const double tiles_k = (double(rows_k) / 64 + 1) * (is_ragged_k(in) ? 1.0 : in.batch) + in.batch;
-  if (tiles_q * in.heads * kTurnsPerTile >= 2147483648.0 ||
-      tiles_k * in.heads_kv >= double(1 << 30)) {
+  if (tiles_q * in.heads >= double(1 << 30) || tiles_k * in.heads_kv >= double(1 << 30)) {
     return Status::invalid("there are too many rows times heads for one call.");
   }
   if (in.device < 0) return Status::invalid("device must not be negative.");
@@ -164,7 +163,7 @@ BwdWorkspace bwd_workspace(const BwdParams& in, int tile_m, int compiled_head_di
   const int64_t words = is_ragged_k(in) ? BwdTileOrder::words(in.batch) : BwdTileOrder::kHeader;
   return {padded(words * 4), padded(tiles * 2 * tile_m * 4),
           padded(tiles * tile_m * compiled_head_dim * 4),
-          in.deterministic != 0 ? padded(tiles * kTurnsPerTile * 4) : 0};
+          in.deterministic != 0 ? padded(tiles * 4) : 0};
 }
 
 void fill_bwd_params(const BwdParams& in, const DeviceInfo& device, int tile_m, int tile_n,

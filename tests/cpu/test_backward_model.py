@@ -50,7 +50,7 @@ class Work:
         self.deterministic = deterministic
         self.key_tails, self.query_tail = key_tails, query_tail
         self.counter = 0
-        self.turns = {}  # (head, m, w): how many KV tiles have been added
+        self.turns = {}  # (head, m): how many KV tiles have been added
         self.added = {}  # (head, m, w): KV tiles in the order of their additions
         self.gradients = []
 
@@ -66,7 +66,9 @@ class Cta:
     def __init__(self, work, roles):
         self.work, self.roles, stages = work, roles, work.stages
         self.tile_full = [Barrier(1) for _ in range(TILE_SLOTS)]
-        self.tile_empty = [Barrier(4) for _ in range(TILE_SLOTS)]  # producer, tail, 2 consumers
+        # Producer, tail warp, two consumers, and the turn warp where it runs.
+        self.tile_empty = [Barrier(4 + work.deterministic) for _ in range(TILE_SLOTS)]
+        self.turn_come, self.turn_done = Barrier(1), Barrier(2)
         self.tile = [None] * TILE_SLOTS
         self.loaded = Barrier(1)
         kv_stages = range(work.kv_stages)
@@ -88,7 +90,9 @@ class Cta:
 
     def actors(self):
         consumer = self.role_consumer if self.roles else self.key_consumer
-        return [self.scheduler(), self.producer(), self.tail_warp(), consumer(0), consumer(1)]
+        turns = [self.turn_warp()] if self.work.deterministic else []
+        actors = [self.scheduler(), self.producer(), self.tail_warp(), consumer(0), consumer(1)]
+        return actors + turns
 
     def copy(self, place, value, barrier):
         def arrive():
@@ -200,22 +204,35 @@ class Cta:
 
     # Additions to dQ.
 
-    def wait_turn(self, step, w):
-        number, head, m = step
-        if self.work.deterministic:
-            rank = self.work.rank(number, m)
-            yield lambda: self.work.turns.get((head, m, w), 0) == rank
-        self.work.added.setdefault((head, m, w), []).append(number)
+    def turn_warp(self):
+        step = 0
+        for slot, ready in self.tiles():
+            yield ready
+            number = self.tile[slot]
+            if number < 0:
+                return
+            for _, head, m in self.work.steps(number):
+                rank = self.work.rank(number, m)
+                yield lambda: self.work.turns.get((head, m), 0) == rank
+                self.turn_come.arrive()
+                yield lambda: self.turn_done.passed(step % 2)
+                yield lambda: True
+                self.work.turns[head, m] = rank + 1
+                step += 1
+            self.tile_empty[slot].arrive()
 
-    def pass_turn(self, state, w):
-        if self.work.deterministic and state["pending"] is not None:
-            number, head, m = state["pending"]
-            self.work.turns[head, m, w] = self.work.rank(number, m) + 1
-        state["pending"] = None
+    def wait_turn(self, step, count, w):
+        if self.work.deterministic:
+            yield lambda: self.turn_come.passed(count % 2)
+        self.work.added.setdefault((step[1], step[2], w), []).append(step[0])
+
+    def end_turn(self):
+        if self.work.deterministic:
+            self.turn_done.arrive()
 
     def key_consumer(self, w):
         stages = self.work.stages
-        count, with_work, state = 0, 0, {"pending": None}
+        count, with_work = 0, 0
 
         def dq(step, at):
             slot = at % DS_SLOTS
@@ -227,8 +244,9 @@ class Cta:
             for half in self.ds[at % DS_SLOTS]:
                 half.release()
             self.ds_empty[at % DS_SLOTS].arrive()
-            yield from self.wait_turn(step, w)
-            state["pending"] = step
+            yield from self.wait_turn(step, at, w)
+            yield lambda: True
+            self.end_turn()
 
         for slot, ready in self.tiles():
             yield ready
@@ -252,7 +270,6 @@ class Cta:
                 yield lambda: self.full["o"][stage].passed(parity)
                 self.data["o"][stage].read(step)  # dP, then dV
                 yield lambda: True
-                self.pass_turn(state, w)
                 at = count % DS_SLOTS
                 yield lambda: self.ds_empty[at].passed(count // DS_SLOTS % 2 ^ 1)
                 self.ds[at][w].write(step)
@@ -267,7 +284,6 @@ class Cta:
                 count += 1
             if steps:
                 yield from dq(steps[-1], count - 1)
-                self.pass_turn(state, w)
                 yield lambda: True
                 last = (count - 1) % stages
                 self.data["q"][last].release()
@@ -277,13 +293,12 @@ class Cta:
                 self.kv_empty[kv].arrive()
                 with_work += 1
                 yield from add(steps[-1], count - 1)
-                self.pass_turn(state, w)
             self.work.gradients.append((number, w))
             self.tile_empty[slot].arrive()
 
     def role_consumer(self, w):
         stages = self.work.stages
-        count, with_work, state = 0, 0, {"pending": None}  # count: seconds released
+        count, with_work = 0, 0  # count: seconds released
         first, second = ("q", "o") if w == 0 else ("o", "q")
 
         def make_operand(step):
@@ -330,27 +345,24 @@ class Cta:
                     before, ds = steps[index - 1], count % DS_SLOTS
                     yield lambda: self.ds_full[ds].passed(count // DS_SLOTS % 2)
                     self.ds[ds][0].read(before)
-                self.pass_turn(state, w)
                 yield lambda: True
                 if later:
                     self.data[second][count % stages].release()
                     self.empty[second][count % stages].arrive()
                     count += 1
-                    yield from self.wait_turn(before, w)
-                    state["pending"] = before
+                    yield from self.wait_turn(before, count - 1, w)
                 if index == len(steps):
                     break
                 step, stage, parity = steps[index], count % stages, count // stages % 2
                 yield lambda: self.full[first][stage].passed(parity)
                 self.data[first][stage].read(step)
-                pending, state["pending"] = state["pending"], None  # not before the high part
                 yield lambda: True
                 yield from make_operand(step)
                 yield lambda: True
                 if later:
                     self.ds[ds][0].release()
                     self.ds_empty[ds].arrive()
-                    state["pending"] = pending
+                    self.end_turn()
             if steps:
                 yield lambda: True
                 self.ds[ds][0].release()
@@ -359,7 +371,7 @@ class Cta:
                     self.kv[x][kv].release()
                 self.kv_empty[kv].arrive()
                 with_work += 1
-                self.pass_turn(state, w)
+                self.end_turn()
             self.work.gradients.append((number, w))
             self.tile_empty[slot].arrive()
 

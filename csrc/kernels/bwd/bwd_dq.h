@@ -1,13 +1,9 @@
-// Sums of dQ in fp32: from a consumer's registers straight into the workspace.
+// Sums of dQ in fp32: from a consumer's registers straight into the workspace, and the order of the
+// additions in deterministic calls.
 //
 // The sums lie in the order of the threads' fragments, so that each thread adds 16 bytes and a warp
 // 512 contiguous ones; nothing passes through shared memory, whose bandwidth the products need.
 // bwd_postprocess.h undoes the order.
-//
-// Deterministic calls: every warp adds to a part of the tile that no other warp of its CTA touches,
-// so each has a turn counter of its own there: how many KV tiles have been added. It waits until
-// the count is its tile's rank, and says so later when its additions have surely arrived. What is
-// to be said then lies in shared memory: the consumers have no register for it.
 #pragma once
 
 #include "kernels/bwd/bwd_params.h"
@@ -33,7 +29,7 @@ struct BwdDqAdder {
   typename T::SharedMemory& shared;
 
   // `at`: query tile of the workspace times heads plus head. dq must be settled; it is a part of
-  // the warpgroup's piece from its first_fragment on. The turn must have come.
+  // the warpgroup's piece from its first_fragment on.
   template <int kSize>
   __device__ __forceinline__ void add(const float (&dq)[kSize], int at, int warpgroup,
                                       int first_fragment) const {
@@ -47,35 +43,68 @@ struct BwdDqAdder {
     }
   }
 
-  // Before the first add() to a tile.
-  __device__ __forceinline__ void wait_turn(const BwdTile& tile, int at) const {
-    if (params.turns == nullptr) [[likely]]
-      return;
-    if (threadIdx.x % 32 == 0) {
-      const int row0 = (at / params.heads - tile.q_tile0) * T::kBlockM;
-      const BlockRange blocks =
-          visible_blocks(params.mask, row0, smaller(row0 + T::kBlockM, tile.q_len) - 1, tile.q_len,
-                         tile.k_len, T::kBlockN);
-      const int rank = params.last_first ? blocks.end - 1 - tile.n : tile.n - blocks.begin;
-      const int warp = threadIdx.x / 32 - 4;
-      const int index = at * kTurnsPerTile + warp;
-      while (load_acquire(params.turns + index) != rank) __nanosleep(20);
-      shared.turns[warp] = {index, rank + 1};
-    }
-    __syncwarp();
+  // Before the first add() to a tile, and after the last; step: a count of such tiles. They cost
+  // a consumer nothing but a barrier, since the turn warp does what waits for other CTAs.
+  __device__ __forceinline__ void wait_turn(uint32_t step) const {
+    if (params.turns != nullptr) [[unlikely]]
+      mbarrier_wait(&shared.turn_come, step & 1);
   }
 
-  // Lets the next KV tile have its turn. Costs the time until the last additions have arrived, so
-  // it is called a while after them, but before the next wait_turn().
-  __device__ __forceinline__ void pass_turn() const {
+  __device__ __forceinline__ void end_turn() const {
     if (params.turns == nullptr) [[likely]]
       return;
-    __threadfence();
     __syncwarp();
-    BwdTurn& turn = shared.turns[threadIdx.x / 32 - 4];
-    if (threadIdx.x % 32 == 0 && turn.next > 0) {
-      store_release(params.turns + turn.index, turn.next);
-      turn.next = 0;
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.turn_done);
+  }
+};
+
+// The turn warp of deterministic calls. Every query tile of every head has a counter in the
+// workspace: how many KV tiles have added their part. A KV tile waits until that is its rank among
+// those that the query tile needs.
+template <class T>
+struct BwdTurns {
+  const BwdKernelParams& params;
+  typename T::SharedMemory& shared;
+  int lane;
+
+  __device__ __forceinline__ int rank_of(const BwdTile& tile, int m) const {
+    const int row0 = m * T::kBlockM;
+    const BlockRange blocks =
+        visible_blocks(params.mask, row0, smaller(row0 + T::kBlockM, tile.q_len) - 1, tile.q_len,
+                       tile.k_len, T::kBlockN);
+    return params.last_first ? blocks.end - 1 - tile.n : tile.n - blocks.begin;
+  }
+
+  // Waits for the turn, lets the consumers add, and raises the counter. The fence orders their
+  // additions, known here through turn_done, before the counter.
+  __device__ __forceinline__ void give_turn(int* counter, int rank, uint32_t step) {
+    while (load_acquire(counter) != rank) __nanosleep(20);
+    mbarrier_arrive(&shared.turn_come);
+    mbarrier_wait(&shared.turn_done, step & 1);
+    __threadfence();
+    store_release(counter, rank + 1);
+  }
+
+  __device__ __forceinline__ void run() {
+    uint32_t step = 0;
+    for (uint32_t count = 0;; ++count) {
+      const int slot = ring_slot<T::kTileSlots>(count);
+      mbarrier_wait(&shared.tile_full[slot], ring_parity<T::kTileSlots>(count));
+      const BwdTile& tile = shared.tiles[slot];
+      if (tile.head_kv < 0) return;
+      if (lane == 0) {
+#pragma unroll 1
+        for (int g = 0; g < params.group; ++g) {
+#pragma unroll 1
+          for (int m = tile.m_begin; m < tile.m_end; ++m, ++step) {
+            const int64_t at =
+                int64_t(tile.q_tile0 + m) * params.heads + tile.head_kv * params.group + g;
+            give_turn(params.turns + at, rank_of(tile, m), step);
+          }
+        }
+        mbarrier_arrive(&shared.tile_empty[slot]);
+      }
+      __syncwarp();
     }
   }
 };

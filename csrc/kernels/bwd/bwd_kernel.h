@@ -9,7 +9,8 @@
 namespace flash_attn3 {
 
 template <class T>
-__device__ __forceinline__ void init_bwd_barriers(typename T::SharedMemory& shared) {
+__device__ __forceinline__ void init_bwd_barriers(typename T::SharedMemory& shared,
+                                                  bool deterministic) {
   constexpr int kWarps = T::kConsumerWarps;
   for (int stage = 0; stage < T::kKvStages; ++stage) {
     mbarrier_init(&shared.k_full[stage], 1);
@@ -36,10 +37,12 @@ __device__ __forceinline__ void init_bwd_barriers(typename T::SharedMemory& shar
   }
   for (int slot = 0; slot < T::kTileSlots; ++slot) {
     mbarrier_init(&shared.tile_full[slot], 1);
-    mbarrier_init(&shared.tile_empty[slot], 2 + kWarps);  // producer and tail warp too
+    // Producer and tail warp too, and the turn warp where it runs.
+    mbarrier_init(&shared.tile_empty[slot], 2 + deterministic + kWarps);
   }
   mbarrier_init(&shared.loaded, 1);
-  for (BwdTurn& turn : shared.turns) turn = {0, 0};
+  mbarrier_init(&shared.turn_come, 1);
+  mbarrier_init(&shared.turn_done, kWarps);
   mbarrier_init_fence();
 }
 
@@ -76,7 +79,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    init_bwd_barriers<T>(shared);
+    init_bwd_barriers<T>(shared, params.turns != nullptr);
     prefetch_tensor_map(&params.q);
     prefetch_tensor_map(&params.dout);
     prefetch_tensor_map(&params.k);
@@ -92,6 +95,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       BwdScheduler<T>{params, shared, lane}.run();
     } else if (warp == 2) {
       BwdTail<T>{params, shared, lane}.run();
+    } else if (params.turns != nullptr) {
+      BwdTurns<T>{params, shared, lane}.run();
     }
   } else {
     registers_take<T::kConsumerRegisters>();

@@ -131,7 +131,6 @@ struct BwdKeyConsumer {
     uint32_t p[kScores / 2];
     pack_fragments<Element>(s, p);
     issue_dv(p, dv);
-    adder.pass_turn();
     wgmma_wait<1>();
     pin_registers(dp);
     if (params.tanh_factor == 0.0f) [[likely]] {
@@ -166,8 +165,9 @@ struct BwdKeyConsumer {
       wgmma_wait<1>();
       pin_registers(dq);
       release_ds(step_count - 1);
-      adder.wait_turn(tile, before);
+      adder.wait_turn(step_count - 1);
       adder.add(dq, before, warpgroup, 0);
+      adder.end_turn();
     }
     ++step_count;
   }
@@ -198,7 +198,6 @@ struct BwdKeyConsumer {
     }
     float dq[kDqColumns / 2];
     issue_dq(step_count - 1, dq);
-    adder.pass_turn();
     wgmma_wait<0>();
     pin_registers(ds);
     pin_registers(dq);
@@ -208,10 +207,10 @@ struct BwdKeyConsumer {
     say(&shared.q_empty[ring_slot<T::kStages>(step_count - 1)]);
     say(&shared.kv_empty[kv_stage()]);
     ++tile_count;
-    adder.wait_turn(tile, at);
+    adder.wait_turn(step_count - 1);
     adder.add(dq, at, warpgroup, 0);
+    adder.end_turn();
     store(tile, dk, dv);
-    adder.pass_turn();
   }
 
   __device__ __forceinline__ void store(const BwdTile& tile, const float (&dk)[T::kHeadDim / 2],

@@ -23,8 +23,6 @@ struct BwdTileOrder {
   static __host__ __device__ int64_t words(int64_t batch) { return kHeader + 2 * batch + 1; }
 };
 
-constexpr int kTurnsPerTile = 8;  // one for each consumer warp, which adds its own part of dQ
-
 struct BwdKernelParams {
   CUtensorMap q;     // (d, row, head, batch), box: one panel x M rows
   CUtensorMap dout;  // the same
@@ -47,7 +45,7 @@ struct BwdKernelParams {
   int32_t* plan;
   float* rows;     // -LSE in log2 of M rows, then delta of M rows
   float* dq_sum;   // M x D in the order of the threads' fragments (bwd_dq.h)
-  int32_t* turns;  // kTurnsPerTile of each; deterministic calls only, else null
+  int32_t* turns;  // KV tiles that have added to the sums; deterministic calls only, else null
 
   Strides out_strides;
   Strides dout_strides;

@@ -89,9 +89,7 @@ __global__ void __launch_bounds__(kBwdSideThreads)
   for (int i = threadIdx.x; i < T::kBlockM * T::kHeadDim / 4; i += kBwdSideThreads) {
     sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  if (params.turns != nullptr && threadIdx.x < kTurnsPerTile) {
-    params.turns[at * kTurnsPerTile + threadIdx.x] = 0;
-  }
+  if (params.turns != nullptr && threadIdx.x == 0) params.turns[at] = 0;
 }
 
 }  // namespace flash_attn3

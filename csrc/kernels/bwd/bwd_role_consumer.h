@@ -199,12 +199,11 @@ struct BwdRoleConsumer {
       const bool later = before >= 0;
       if (later) wait_ds(step_count);
       if constexpr (kLow > 0) issue_dq<0>(step_count, dq);
-      adder.pass_turn();
       wgmma_wait<0>();
       pin_registers(a);
       if (later) {
         release_second();
-        adder.wait_turn(tile, before);
+        adder.wait_turn(step_count - 1);
       }
       if (left-- == 0) break;
       issue_first(s);
@@ -222,6 +221,7 @@ struct BwdRoleConsumer {
       if (later) {
         release_ds(step_count - 1);
         adder.add(dq, before, kRole, kLow / 8);
+        adder.end_turn();
       }
       before = at;
       at += params.heads;
@@ -242,8 +242,8 @@ struct BwdRoleConsumer {
     say(&shared.kv_empty[kv_stage()]);
     ++tile_count;
     adder.add(dq, before, kRole, kLow / 8);
+    adder.end_turn();
     store(tile, gradient);
-    adder.pass_turn();
   }
 
   __device__ __forceinline__ void store(const BwdTile& tile,

@@ -45,13 +45,6 @@ struct BwdTile {
   BlockRange plain[2];  // of each half of the keys: query tiles that need no mask
 };
 
-// Deterministic calls: the turn counter that a consumer warp has yet to raise, and its next value;
-// 0 where there is none.
-struct BwdTurn {
-  int32_t index;
-  int32_t next;
-};
-
 template <class Element_, int kHeadDim_, int kHeadDimV_, class Schedule>
 struct BwdTraits : Schedule {
   using Element = Element_;
@@ -124,8 +117,9 @@ struct BwdTraits : Schedule {
     uint64_t tile_full[kTileSlots];
     uint64_t loaded;  // a tile's last copy has been issued
     uint64_t tile_empty[kTileSlots];
+    uint64_t turn_come;  // deterministic calls: the consumers may add, and have added
+    uint64_t turn_done;
     alignas(16) BwdTile tiles[kTileSlots];
-    BwdTurn turns[kConsumerWarps];
   };
 };
 
