@@ -5,6 +5,7 @@
 #include "kernels/bwd/bwd_producer.h"
 #include "kernels/bwd/bwd_role_consumer.h"
 #include "kernels/bwd/bwd_scheduler.h"
+#include "kernels/common/memory.h"
 
 namespace flash_attn3 {
 
@@ -86,6 +87,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     prefetch_tensor_map(&params.v);
   }
   __syncthreads();
+  wait_for_kernel_before();
 
   if (warp < 4) {
     registers_give_back<T::kProducerRegisters>();

@@ -87,6 +87,24 @@ Status describe_bwd(int grid, BwdPlan* plan) {
   return {};
 }
 
+// Queues a kernel that may start while the one before it in the stream still runs, and waits in its
+// own code for that one's results.
+template <class Kernel>
+cudaError_t launch_overlapped(Kernel kernel, unsigned grid, int threads, int shared_bytes,
+                              cudaStream_t stream, const BwdKernelParams& params) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid);
+  config.blockDim = dim3(unsigned(threads));
+  config.dynamicSmemBytes = size_t(shared_bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
 template <class T>
 Status launch_bwd(const BwdParams& in, const DeviceInfo& device, cudaStream_t stream,
                   BwdPlan* plan) {
@@ -108,11 +126,11 @@ Status launch_bwd(const BwdParams& in, const DeviceInfo& device, cudaStream_t st
   bwd_preprocess_kernel<T><<<side_grid, kBwdSideThreads, 0, stream>>>(params);
   error = cudaGetLastError();
   if (error != cudaSuccess) return cuda_status("launching the backward's first kernel", error);
-  bwd_kernel<T><<<grid, T::kThreads, bwd_shared_bytes<T>(), stream>>>(params);
-  error = cudaGetLastError();
+  error = launch_overlapped(bwd_kernel<T>, unsigned(grid), T::kThreads, bwd_shared_bytes<T>(),
+                            stream, params);
   if (error != cudaSuccess) return cuda_status("launching the backward kernel", error);
-  bwd_postprocess_kernel<T><<<side_grid, kBwdSideThreads, 0, stream>>>(params);
-  error = cudaGetLastError();
+  error =
+      launch_overlapped(bwd_postprocess_kernel<T>, side_grid, kBwdSideThreads, 0, stream, params);
   return error == cudaSuccess ? Status{}
                               : cuda_status("launching the backward's last kernel", error);
 }

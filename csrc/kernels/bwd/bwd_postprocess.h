@@ -53,6 +53,7 @@ __device__ __forceinline__ void write_dq_piece(const BwdKernelParams& params,
 template <class T>
 __global__ void __launch_bounds__(kBwdSideThreads)
     bwd_postprocess_kernel(const __grid_constant__ BwdKernelParams params) {
+  wait_for_kernel_before();
   const int head = blockIdx.x % params.heads;
   const WorkspaceTile tile = find_workspace_tile<T::kBlockM>(params, blockIdx.x / params.heads);
   if (tile.row0 >= tile.q.rows) return;

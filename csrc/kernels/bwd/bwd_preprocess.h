@@ -76,6 +76,7 @@ __device__ __forceinline__ void write_row_values(const BwdKernelParams& params,
 template <class T>
 __global__ void __launch_bounds__(kBwdSideThreads)
     bwd_preprocess_kernel(const __grid_constant__ BwdKernelParams params) {
+  let_next_kernel_start();
   const int head = blockIdx.x % params.heads;
   const int q_tile = blockIdx.x / params.heads;
   const int64_t at = blockIdx.x;  // [query tile][head]
