@@ -15,27 +15,27 @@ struct BwdScheduleOf;
 
 template <>
 struct BwdScheduleOf<64, 64> {
-  using Type = BwdSchedule<BwdSplit::kKeys, 128, 2, 2, 232>;
+  using Type = BwdSchedule<BwdSplit::kKeys, 128, 4, 2, 2, 232>;
 };
 template <>
 struct BwdScheduleOf<96, 96> {
-  using Type = BwdSchedule<BwdSplit::kKeys, 64, 4, 2, 232>;
+  using Type = BwdSchedule<BwdSplit::kKeys, 64, 4, 4, 2, 232>;
 };
 template <>
 struct BwdScheduleOf<128, 128> {
-  using Type = BwdSchedule<BwdSplit::kKeys, 64, 2, 2, 240>;
+  using Type = BwdSchedule<BwdSplit::kKeys, 64, 4, 2, 1, 240>;
 };
 template <>
 struct BwdScheduleOf<192, 128> {
-  using Type = BwdSchedule<BwdSplit::kRoles, 64, 2, 1, 232>;
+  using Type = BwdSchedule<BwdSplit::kRoles, 64, 2, 2, 1, 232>;
 };
 template <>
 struct BwdScheduleOf<192, 192> {
-  using Type = BwdSchedule<BwdSplit::kRoles, 64, 2, 1, 232>;
+  using Type = BwdSchedule<BwdSplit::kRoles, 64, 2, 2, 1, 232>;
 };
 template <>
 struct BwdScheduleOf<256, 256> {
-  using Type = BwdSchedule<BwdSplit::kRoles, 64, 2, 1, 240>;
+  using Type = BwdSchedule<BwdSplit::kRoles, 64, 2, 2, 1, 240>;
 };
 
 }  // namespace flash_attn3

@@ -74,8 +74,8 @@ struct FwdPlan {
   int32_t grid;
 };
 
-// The gradients of one forward call, whose tensors and options these are. A tensor is ragged exactly
-// when its cu_seqlens is given. Strides are multiples of 8 elements, pointers of 16 bytes.
+// The gradients of one forward call, whose tensors and options these are. A tensor is ragged
+// exactly when its cu_seqlens is given. Strides are multiples of 8 elements, pointers of 16 bytes.
 struct BwdParams {
   const void* q;                // [B, Sq, H, D]   or [total_q, H, D]
   const void* k;                // [B, Sk, Hk, D]  or [total_k, Hk, D]
@@ -129,7 +129,7 @@ struct BwdPlan {
   int32_t tile_n;  // keys a tile
   int32_t head_dim;
   int32_t head_dim_v;
-  int32_t stages;
+  int32_t stages;  // of Q
   int32_t threads;
   int32_t registers;
   int32_t shared_bytes;

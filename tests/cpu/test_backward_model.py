@@ -76,10 +76,10 @@ class Cta:
         self.kv_full = {x: [Barrier(1) for _ in kv_stages] for x in "kv"}
         self.kv_tail = {x: [Barrier(1) for _ in kv_stages] for x in "kv"}
         self.kv_empty = [Barrier(2) for _ in kv_stages]
-        self.data = {x: [Place() for _ in range(stages)] for x in "qo"}
-        self.full = {x: [Barrier(1) for _ in range(stages)] for x in "qo"}
-        self.tail = {x: [Barrier(1) for _ in range(stages)] for x in "qo"}
-        self.empty = {x: [Barrier(2) for _ in range(stages)] for x in "qo"}
+        self.data = {x: [Place() for _ in range(stages[x])] for x in "qo"}
+        self.full = {x: [Barrier(1) for _ in range(stages[x])] for x in "qo"}
+        self.tail = {x: [Barrier(1) for _ in range(stages[x])] for x in "qo"}
+        self.empty = {x: [Barrier(2) for _ in range(stages[x])] for x in "qo"}
         self.ds = [[Place(), Place()] for _ in range(DS_SLOTS)]  # each writer's half
         self.ds_full = [Barrier(1 if roles else 2) for _ in range(DS_SLOTS)]
         self.ds_empty = [Barrier(2) for _ in range(DS_SLOTS)]
@@ -149,19 +149,18 @@ class Cta:
                 barrier = (self.kv_tail if key_tail else self.kv_full)[x][kv]
                 self.copy(self.kv[x][kv], value, barrier)
 
-            if steps:
-                yield lambda: self.kv_empty[kv].passed(kv_parity ^ 1)
-                with_work += 1
-                load_kv("k")
             for index, step in enumerate(steps):
                 for x in "qo":
-                    stage, parity = count % stages, count // stages % 2
+                    stage, parity = count % stages[x], count // stages[x] % 2
                     yield lambda: self.empty[x][stage].passed(parity ^ 1)
                     tail = self.has_query_tail(step[2])
                     value = ("uncleared", step) if tail else step
                     barrier = (self.tail if tail else self.full)[x][stage]
                     self.copy(self.data[x][stage], value, barrier)
                     if x == "q" and index == 0:
+                        yield lambda: self.kv_empty[kv].passed(kv_parity ^ 1)
+                        with_work += 1
+                        load_kv("k")
                         load_kv("v")
                 count += 1
             self.loaded.arrive()
@@ -171,7 +170,7 @@ class Cta:
         with_work = count = 0
         stages = self.work.stages
         key_parities = [0] * self.work.kv_stages
-        parities = {x: [0] * stages for x in "qo"}
+        parities = {x: [0] * stages[x] for x in "qo"}
         for slot, ready in self.tiles():
             yield ready
             number = self.tile[slot]
@@ -193,8 +192,8 @@ class Cta:
                 last = steps[(head + 1) * per_head - 1]
                 if not self.has_query_tail(last[2]):
                     continue
-                stage = (count - 1) % stages
                 for x in "qo":
+                    stage = (count - 1) % stages[x]
                     yield lambda: self.tail[x][stage].passed(parities[x][stage])
                     parities[x][stage] ^= 1
                     assert self.data[x][stage].holds == ("uncleared", last)
@@ -260,11 +259,12 @@ class Cta:
                     yield lambda: self.kv_full[x][kv].passed(kv_parity)
                     self.kv[x][kv].read(number)
             for index, step in enumerate(steps):
-                stage, parity = count % stages, count // stages % 2
-                yield lambda: self.full["q"][stage].passed(parity)
-                self.data["q"][stage].read(step)  # S
+                stage, parity = count % stages["o"], count // stages["o"] % 2
+                q, q_parity = count % stages["q"], count // stages["q"] % 2
+                yield lambda: self.full["q"][q].passed(q_parity)
+                self.data["q"][q].read(step)  # S
                 if index:  # dK of the step before is done
-                    before = (count - 1) % stages
+                    before = (count - 1) % stages["q"]
                     self.data["q"][before].release()
                     self.empty["q"][before].arrive()
                 yield lambda: self.full["o"][stage].passed(parity)
@@ -285,7 +285,7 @@ class Cta:
             if steps:
                 yield from dq(steps[-1], count - 1)
                 yield lambda: True
-                last = (count - 1) % stages
+                last = (count - 1) % stages["q"]
                 self.data["q"][last].release()
                 self.empty["q"][last].arrive()
                 for x in "kv":
@@ -302,11 +302,12 @@ class Cta:
         first, second = ("q", "o") if w == 0 else ("o", "q")
 
         def make_operand(step):
-            stage, parity = count % stages, count // stages % 2
+            stage, parity = count % stages["o"], count // stages["o"] % 2
+            q, q_parity = count % stages["q"], count // stages["q"] % 2
             p, p_parity = count % P_SLOTS, count // P_SLOTS % 2
             if w == 0:
-                self.data["q"][stage].release()
-                self.empty["q"][stage].arrive()
+                self.data["q"][q].release()
+                self.empty["q"][q].arrive()
                 yield lambda: self.full["o"][stage].passed(parity)
                 self.data["o"][stage].read(step)
                 yield lambda: self.p_empty[p].passed(p_parity ^ 1)
@@ -324,8 +325,8 @@ class Cta:
             yield lambda: self.ds_empty[at].passed(count // DS_SLOTS % 2 ^ 1)
             self.ds[at][0].write(step)
             self.ds_full[at].arrive()
-            yield lambda: self.full["q"][stage].passed(parity)
-            self.data["q"][stage].read(step)
+            yield lambda: self.full["q"][q].passed(q_parity)
+            self.data["q"][q].read(step)
 
         for slot, ready in self.tiles():
             yield ready
@@ -347,13 +348,14 @@ class Cta:
                     self.ds[ds][0].read(before)
                 yield lambda: True
                 if later:
-                    self.data[second][count % stages].release()
-                    self.empty[second][count % stages].arrive()
+                    self.data[second][count % stages[second]].release()
+                    self.empty[second][count % stages[second]].arrive()
                     count += 1
                     yield from self.wait_turn(before, count - 1, w)
                 if index == len(steps):
                     break
-                step, stage, parity = steps[index], count % stages, count // stages % 2
+                step, stage = steps[index], count % stages[first]
+                parity = count // stages[first] % 2
                 yield lambda: self.full[first][stage].passed(parity)
                 self.data[first][stage].read(step)
                 yield lambda: True
@@ -412,7 +414,7 @@ def tile_lists():
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("stages, kv_stages", [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("stages, kv_stages", [("22", 1), ("22", 2), ("42", 1), ("44", 2)])
 @pytest.mark.parametrize("roles", [False, True])
 def test_every_part_is_added_once_whatever_the_order(roles, stages, kv_stages, deterministic):
     for number, tiles in enumerate(tile_lists()):
@@ -422,7 +424,8 @@ def test_every_part_is_added_once_whatever_the_order(roles, stages, kv_stages, d
             # The last query tile of the sequence, which ends every range that reaches it.
             query_tail = max(end for _, end in tiles) - 1 if random.random() < 0.5 else None
             heads = random.choice((1, 1, 2, 3))
-            work = Work(tiles, heads, stages, kv_stages, deterministic, key_tails, query_tail)
+            places = dict(zip("qo", map(int, stages)))
+            work = Work(tiles, heads, places, kv_stages, deterministic, key_tails, query_tail)
             ctas = random.choice((1, 2, 3, len(tiles) + 1))
             assert run(work, roles, ctas), f"deadlock with tiles {tiles}, seed {seed}, CTAs {ctas}"
             assert sorted(work.gradients) == [(n, w) for n in range(len(tiles)) for w in range(2)]
@@ -438,6 +441,6 @@ def test_every_part_is_added_once_whatever_the_order(roles, stages, kv_stages, d
 def test_the_model_notices_a_turn_that_never_comes():
     """A tile that waits for one claimed later: with one CTA the other never starts."""
     random.seed(0)
-    work = Work([(0, 2), (0, 2)], 1, 2, 1, True, [False, False], None)
+    work = Work([(0, 2), (0, 2)], 1, dict(q=2, o=2), 1, True, [False, False], None)
     work.rank = lambda number, m: 1 - number
     assert not run(work, False, 1)

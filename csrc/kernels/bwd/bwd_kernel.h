@@ -20,10 +20,12 @@ __device__ __forceinline__ void init_bwd_barriers(typename T::SharedMemory& shar
     mbarrier_init(&shared.v_tail[stage], 1);
     mbarrier_init(&shared.kv_empty[stage], kWarps);
   }
-  for (int stage = 0; stage < T::kStages; ++stage) {
+  for (int stage = 0; stage < T::kQStages; ++stage) {
     mbarrier_init(&shared.q_full[stage], 1);
     mbarrier_init(&shared.q_tail[stage], 1);
     mbarrier_init(&shared.q_empty[stage], kWarps);
+  }
+  for (int stage = 0; stage < T::kDoutStages; ++stage) {
     mbarrier_init(&shared.dout_full[stage], 1);
     mbarrier_init(&shared.dout_tail[stage], 1);
     mbarrier_init(&shared.dout_empty[stage], kWarps);

@@ -41,25 +41,28 @@ struct BwdKeyConsumer {
   }
 
   __device__ __forceinline__ int kv_stage() const { return ring_slot<T::kKvStages>(tile_count); }
-  __device__ __forceinline__ int stage() const { return ring_slot<T::kStages>(step_count); }
+  __device__ __forceinline__ int q_stage() const { return ring_slot<T::kQStages>(step_count); }
+  __device__ __forceinline__ int dout_stage() const {
+    return ring_slot<T::kDoutStages>(step_count);
+  }
 
   __device__ __forceinline__ void issue_scores(float (&s)[kScores]) {
-    mbarrier_wait(&shared.q_full[stage()], ring_parity<T::kStages>(step_count));
+    mbarrier_wait(&shared.q_full[q_stage()], ring_parity<T::kQStages>(step_count));
     pin_registers(s);
     wgmma_fence();
     issue_qk_shared<Element, T::kBlockM, T::kHeadDim>(
         shared_address(shared.k[kv_stage()]) + warpgroup * 64 * Panel<T::kHeadDim>::kBytes,
-        T::kBlockN, shared_address(shared.q[stage()]), s);
+        T::kBlockN, shared_address(shared.q[q_stage()]), s);
     wgmma_commit();
   }
 
   __device__ __forceinline__ void issue_dp(float (&dp)[kScores]) {
-    mbarrier_wait(&shared.dout_full[stage()], ring_parity<T::kStages>(step_count));
+    mbarrier_wait(&shared.dout_full[dout_stage()], ring_parity<T::kDoutStages>(step_count));
     pin_registers(dp);
     wgmma_fence();
     issue_qk_shared<Element, T::kBlockM, T::kHeadDimV>(
         shared_address(shared.v[kv_stage()]) + warpgroup * 64 * Panel<T::kHeadDimV>::kBytes,
-        T::kBlockN, shared_address(shared.dout[stage()]), dp);
+        T::kBlockN, shared_address(shared.dout[dout_stage()]), dp);
     wgmma_commit();
   }
 
@@ -68,7 +71,8 @@ struct BwdKeyConsumer {
     pin_registers(p);
     pin_registers(dv);
     wgmma_fence();
-    issue_pv<Element, T::kHeadDimV, T::kBlockM>(p, shared_address(shared.dout[stage()]), dv, true);
+    issue_pv<Element, T::kHeadDimV, T::kBlockM>(p, shared_address(shared.dout[dout_stage()]), dv,
+                                                true);
     wgmma_commit();
   }
 
@@ -77,7 +81,7 @@ struct BwdKeyConsumer {
     pin_registers(ds);
     pin_registers(dk);
     wgmma_fence();
-    issue_pv<Element, T::kHeadDim, T::kBlockM>(ds, shared_address(shared.q[stage()]), dk, true);
+    issue_pv<Element, T::kHeadDim, T::kBlockM>(ds, shared_address(shared.q[q_stage()]), dk, true);
     wgmma_commit();
   }
 
@@ -117,11 +121,11 @@ struct BwdKeyConsumer {
     // dK of the step before is done: its Q may go, and dP may take the place of its operand.
     wgmma_wait<1>();
     pin_registers(ds);
-    if (before >= 0) say(&shared.q_empty[ring_slot<T::kStages>(step_count - 1)]);
+    if (before >= 0) say(&shared.q_empty[ring_slot<T::kQStages>(step_count - 1)]);
     issue_dp(dp);
     wgmma_wait<1>();
     pin_registers(s);
-    const float* rows = shared.rows[stage()];
+    const float* rows = shared.rows[dout_stage()];
     make_probabilities(s, rows, params);
     const BlockRange plain = tile.plain[warpgroup];
     if (m < plain.begin || m >= plain.end) [[unlikely]] {
@@ -155,7 +159,7 @@ struct BwdKeyConsumer {
     say(&shared.ds_full[slot]);
     wgmma_wait<0>();  // dV
     pin_registers(p);
-    say(&shared.dout_empty[stage()]);
+    say(&shared.dout_empty[dout_stage()]);
     if (before < 0) {
       issue_dk(ds, dk);
     } else {
@@ -204,7 +208,7 @@ struct BwdKeyConsumer {
     pin_registers(dk);
     pin_registers(dv);
     release_ds(step_count - 1);
-    say(&shared.q_empty[ring_slot<T::kStages>(step_count - 1)]);
+    say(&shared.q_empty[ring_slot<T::kQStages>(step_count - 1)]);
     say(&shared.kv_empty[kv_stage()]);
     ++tile_count;
     adder.wait_turn(step_count - 1);

@@ -78,7 +78,7 @@ Status describe_bwd(int grid, BwdPlan* plan) {
            T::kBlockN,
            T::kHeadDim,
            T::kHeadDimV,
-           T::kStages,
+           T::kQStages,
            T::kThreads,
            attributes.numRegs,
            bwd_shared_bytes<T>(),

@@ -67,8 +67,8 @@ struct BwdProducer {
   }
 
   __device__ __forceinline__ void load_q(const BwdTile& tile, int head, int m, uint32_t count) {
-    const int stage = ring_slot<T::kStages>(count);
-    mbarrier_wait(&shared.q_empty[stage], ring_parity<T::kStages>(count) ^ 1);
+    const int stage = ring_slot<T::kQStages>(count);
+    mbarrier_wait(&shared.q_empty[stage], ring_parity<T::kQStages>(count) ^ 1);
     if (lane == 0) {
       uint64_t* barrier =
           has_query_tail<T>(params, tile, m) ? &shared.q_tail[stage] : &shared.q_full[stage];
@@ -80,8 +80,8 @@ struct BwdProducer {
   }
 
   __device__ __forceinline__ void load_dout(const BwdTile& tile, int head, int m, uint32_t count) {
-    const int stage = ring_slot<T::kStages>(count);
-    mbarrier_wait(&shared.dout_empty[stage], ring_parity<T::kStages>(count) ^ 1);
+    const int stage = ring_slot<T::kDoutStages>(count);
+    mbarrier_wait(&shared.dout_empty[stage], ring_parity<T::kDoutStages>(count) ^ 1);
     if (lane == 0) {
       uint64_t* barrier =
           has_query_tail<T>(params, tile, m) ? &shared.dout_tail[stage] : &shared.dout_full[stage];
@@ -95,7 +95,34 @@ struct BwdProducer {
     __syncwarp();
   }
 
-  // The order is that in which consumers first read.
+  template <int kColumns>
+  __device__ __forceinline__ void prefetch_panels(const CUtensorMap& map, const BwdTile& tile) {
+    using P = Panel<kColumns>;
+#pragma unroll
+    for (int panel = 0; panel < P::kCount; ++panel) {
+      cute::SM90_TMA_LOAD_4D::PREFETCH::copy(
+          &map, panel * P::kWidth, tile.k_base + tile.n * T::kBlockN, tile.head_kv, tile.k_batch);
+    }
+  }
+
+  // K and V, as soon as no product reads those of an earlier tile in their place. Until then they
+  // are brought into L2.
+  __device__ __forceinline__ void load_kv(const BwdTile& tile, uint32_t tiles_with_work) {
+    const int stage = ring_slot<T::kKvStages>(tiles_with_work);
+    if (lane == 0) {
+      prefetch_panels<T::kHeadDim>(params.k, tile);
+      prefetch_panels<T::kHeadDimV>(params.v, tile);
+    }
+    mbarrier_wait(&shared.kv_empty[stage], ring_parity<T::kKvStages>(tiles_with_work) ^ 1);
+    if (lane == 0) {
+      load_k(tile, stage);
+      load_v(tile, stage);
+    }
+    __syncwarp();
+  }
+
+  // The order is that in which consumers first read, but that places for Q come free before those
+  // for K and V.
   __device__ __forceinline__ void run() {
     uint32_t tiles_with_work = 0;
     uint32_t count = 0;  // of query tiles
@@ -105,24 +132,16 @@ struct BwdProducer {
       // Read where it lies: this warp has few registers.
       const BwdTile& tile = shared.tiles[slot];
       if (tile.head_kv < 0) return;
-      if (tile.m_begin < tile.m_end) {
-        // Waits until no product reads K and V of an earlier tile there.
-        const int kv_stage = ring_slot<T::kKvStages>(tiles_with_work);
-        mbarrier_wait(&shared.kv_empty[kv_stage], ring_parity<T::kKvStages>(tiles_with_work) ^ 1);
-        ++tiles_with_work;
-        if (lane == 0) load_k(tile, kv_stage);
-        __syncwarp();
-        bool first = true;
+      bool first = true;
 #pragma unroll 1
-        for (int g = 0; g < params.group; ++g) {
-          const int head = tile.head_kv * params.group + g;
+      for (int g = 0; g < params.group; ++g) {
+        const int head = tile.head_kv * params.group + g;
 #pragma unroll 1
-          for (int m = tile.m_begin; m < tile.m_end; ++m, ++count) {
-            load_q(tile, head, m, count);
-            if (first && lane == 0) load_v(tile, kv_stage);
-            first = false;
-            load_dout(tile, head, m, count);
-          }
+        for (int m = tile.m_begin; m < tile.m_end; ++m, ++count) {
+          load_q(tile, head, m, count);
+          if (first) load_kv(tile, tiles_with_work++);
+          first = false;
+          load_dout(tile, head, m, count);
         }
       }
       __syncwarp();
@@ -185,10 +204,11 @@ struct BwdTail {
         for (int g = 0; g < params.group; ++g) {
           count += tile.m_end - tile.m_begin;
           if (!tail) continue;
-          const int stage = ring_slot<T::kStages>(count - 1);
-          mbarrier_wait(&shared.q_tail[stage], q_parities >> stage & 1);
-          q_parities ^= 1u << stage;
-          clear<T::kHeadDim, T::kBlockM>(shared.q[stage], valid, &shared.q_full[stage]);
+          const int q_stage = ring_slot<T::kQStages>(count - 1);
+          mbarrier_wait(&shared.q_tail[q_stage], q_parities >> q_stage & 1);
+          q_parities ^= 1u << q_stage;
+          clear<T::kHeadDim, T::kBlockM>(shared.q[q_stage], valid, &shared.q_full[q_stage]);
+          const int stage = ring_slot<T::kDoutStages>(count - 1);
           mbarrier_wait(&shared.dout_tail[stage], dout_parities >> stage & 1);
           dout_parities ^= 1u << stage;
           clear<T::kHeadDimV, T::kBlockM>(shared.dout[stage], valid, &shared.dout_full[stage]);

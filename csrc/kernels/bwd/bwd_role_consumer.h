@@ -49,35 +49,42 @@ struct BwdRoleConsumer {
 
   __device__ __forceinline__ int kv_stage() const { return ring_slot<T::kKvStages>(tile_count); }
 
-  static __device__ __forceinline__ int stage_of(uint32_t step) {
-    return ring_slot<T::kStages>(step);
+  __device__ __forceinline__ int q_stage() const { return ring_slot<T::kQStages>(step_count); }
+  __device__ __forceinline__ int dout_stage() const {
+    return ring_slot<T::kDoutStages>(step_count);
+  }
+  __device__ __forceinline__ void wait_q() {
+    mbarrier_wait(&shared.q_full[q_stage()], ring_parity<T::kQStages>(step_count));
+  }
+  __device__ __forceinline__ void wait_dout() {
+    mbarrier_wait(&shared.dout_full[dout_stage()], ring_parity<T::kDoutStages>(step_count));
   }
 
   // Role 0 reads Q first and dO second, role 1 the other way round.
   __device__ __forceinline__ void issue_first(float (&s)[kScores]) {
-    const int at = stage_of(step_count);
-    mbarrier_wait(kRole == 0 ? &shared.q_full[at] : &shared.dout_full[at],
-                  ring_parity<T::kStages>(step_count));
+    if constexpr (kRole == 0) {
+      wait_q();
+    } else {
+      wait_dout();
+    }
     pin_registers(s);
     wgmma_fence();
     issue_qk_shared<Element, T::kBlockM, kFirstDim>(
         shared_address(kRole == 0 ? shared.k[kv_stage()] : shared.v[kv_stage()]), T::kBlockN,
-        shared_address(kRole == 0 ? shared.q[at] : shared.dout[at]), s);
+        shared_address(kRole == 0 ? shared.q[q_stage()] : shared.dout[dout_stage()]), s);
     wgmma_commit();
   }
 
   __device__ __forceinline__ void issue_second(uint32_t (&a)[kScores / 2],
                                                float (&gradient)[kSecondDim / 2]) {
-    const int at = stage_of(step_count);
     // Role 1 has come by S's Q only through P: its own wait makes Q visible here.
-    if constexpr (kRole == 1) {
-      mbarrier_wait(&shared.q_full[at], ring_parity<T::kStages>(step_count));
-    }
+    if constexpr (kRole == 1) wait_q();
     pin_registers(a);
     pin_registers(gradient);
     wgmma_fence();
     issue_pv<Element, kSecondDim, T::kBlockM>(
-        a, shared_address(kRole == 0 ? shared.dout[at] : shared.q[at]), gradient, true);
+        a, shared_address(kRole == 0 ? shared.dout[dout_stage()] : shared.q[q_stage()]), gradient,
+        true);
     wgmma_commit();
   }
 
@@ -106,8 +113,7 @@ struct BwdRoleConsumer {
   // The second product is done, the last reader of role 0's dO and of role 1's Q: on to the next
   // query tile.
   __device__ __forceinline__ void release_second() {
-    const int at = stage_of(step_count);
-    say(kRole == 0 ? &shared.dout_empty[at] : &shared.q_empty[at]);
+    say(kRole == 0 ? &shared.dout_empty[dout_stage()] : &shared.q_empty[q_stage()]);
     ++step_count;
   }
 
@@ -122,10 +128,9 @@ struct BwdRoleConsumer {
   // Role 0, S settled: P, for itself packed and for role 1 in shared memory.
   __device__ __forceinline__ void make_p(const BwdTile& tile, int m, float (&s)[kScores],
                                          uint32_t (&p)[kScores / 2]) {
-    const int at = stage_of(step_count);
-    say(&shared.q_empty[at]);
-    mbarrier_wait(&shared.dout_full[at], ring_parity<T::kStages>(step_count));  // and the rows
-    make_probabilities(s, shared.rows[at], params);
+    say(&shared.q_empty[q_stage()]);
+    wait_dout();  // for the rows that come with it
+    make_probabilities(s, shared.rows[dout_stage()], params);
     const BlockRange plain = tile.plain[0];
     if (m < plain.begin || m >= plain.end) [[unlikely]] {
       mask_probabilities(s, params.mask, tile, first_key(tile),
@@ -143,10 +148,9 @@ struct BwdRoleConsumer {
 
   // Role 1, dP settled: dS, for itself packed and for both in shared memory.
   __device__ __forceinline__ void make_ds(float (&dp)[kScores], uint32_t (&ds)[kScores / 2]) {
-    const int at = stage_of(step_count);
     const int p_slot = ring_slot<T::kPSlots>(step_count);
     mbarrier_wait(&shared.p_full[p_slot], ring_parity<T::kPSlots>(step_count));
-    const float* rows = shared.rows[at];
+    const float* rows = shared.rows[dout_stage()];
 #pragma unroll
     for (int i = 0; i < kScores / 8; ++i) {
       const uint4 p = *p_fragments(p_slot, i);
@@ -162,7 +166,7 @@ struct BwdRoleConsumer {
     }
     pack_fragments<Element>(dp, ds);
     say(&shared.p_empty[p_slot]);
-    say(&shared.dout_empty[at]);  // dP is done, and the rows have been read
+    say(&shared.dout_empty[dout_stage()]);  // dP is done, and the rows have been read
     const int slot = ring_slot<T::kDsSlots>(step_count);
     mbarrier_wait(&shared.ds_empty[slot], ring_parity<T::kDsSlots>(step_count) ^ 1);
     store_score_gradients(ds, shared_address(shared.ds[slot]));

@@ -16,14 +16,16 @@ enum class BwdSplit {
            // memory
 };
 
-// What bwd_config.h chooses for a pair of head dims: query rows a tile, places for Q and dO
-// and for K and V, registers of a consumer's thread.
-template <BwdSplit kSplit_, int kBlockM_, int kStages_, int kKvStages_, int kConsumerRegisters_>
+// What bwd_config.h chooses for a pair of head dims: query rows a tile, places for Q, for
+// dO, and for K and V, registers of a consumer's thread.
+template <BwdSplit kSplit_, int kBlockM_, int kQStages_, int kDoutStages_, int kKvStages_,
+          int kConsumerRegisters_>
 struct BwdSchedule {
   static constexpr BwdSplit kSplit = kSplit_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kSplit_ == BwdSplit::kKeys ? 128 : 64;
-  static constexpr int kStages = kStages_;
+  static constexpr int kQStages = kQStages_;
+  static constexpr int kDoutStages = kDoutStages_;
   static constexpr int kKvStages = kKvStages_;
   static constexpr int kConsumerRegisters = kConsumerRegisters_;
 };
@@ -51,9 +53,10 @@ struct BwdTraits : Schedule {
   using Schedule::kBlockM;
   using Schedule::kBlockN;
   using Schedule::kConsumerRegisters;
+  using Schedule::kDoutStages;
   using Schedule::kKvStages;
+  using Schedule::kQStages;
   using Schedule::kSplit;
-  using Schedule::kStages;
 
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
@@ -75,7 +78,8 @@ struct BwdTraits : Schedule {
                                                        : kHeadDim / 2;
   static constexpr int kDqColumns1 = kDqByRows ? kHeadDim : kHeadDim - kDqColumns0;
   static_assert(kBlockM == 64 || kBlockM == 128);
-  static_assert((kStages & (kStages - 1)) == 0, "slots are counted with a mask");
+  static_assert((kQStages & (kQStages - 1)) == 0, "slots are counted with a mask");
+  static_assert((kDoutStages & (kDoutStages - 1)) == 0);
   static_assert(kKvStages == 1 || kKvStages == 2);
 
   static constexpr int kKeyBytes = kBlockN * kHeadDim * 2;
@@ -91,11 +95,11 @@ struct BwdTraits : Schedule {
   struct SharedMemory {
     alignas(1024) uint8_t k[kKvStages][kKeyBytes];
     alignas(1024) uint8_t v[kKvStages][kValueBytes];
-    alignas(1024) uint8_t q[kStages][kQueryBytes];
-    alignas(1024) uint8_t dout[kStages][kDoutBytes];
+    alignas(1024) uint8_t q[kQStages][kQueryBytes];
+    alignas(1024) uint8_t dout[kDoutStages][kDoutBytes];
     alignas(1024) uint8_t ds[kDsSlots][kDsBytes];  // queries x keys, panels of 64 keys
     alignas(16) uint8_t p[kPSlots][kPBytes];       // kRoles: fragments, in the threads' own order
-    alignas(16) float rows[kStages][2 * kBlockM];  // -LSE in log2, then delta; comes with dO
+    alignas(16) float rows[kDoutStages][2 * kBlockM];  // -LSE in log2, then delta; comes with dO
 
     // full: the data is there; empty: every reader has finished; tail: data has arrived whose last
     // rows the tail warp clears before it says full.
@@ -104,12 +108,12 @@ struct BwdTraits : Schedule {
     uint64_t k_tail[kKvStages];
     uint64_t v_tail[kKvStages];
     uint64_t kv_empty[kKvStages];
-    uint64_t q_full[kStages];
-    uint64_t q_tail[kStages];
-    uint64_t q_empty[kStages];
-    uint64_t dout_full[kStages];
-    uint64_t dout_tail[kStages];
-    uint64_t dout_empty[kStages];
+    uint64_t q_full[kQStages];
+    uint64_t q_tail[kQStages];
+    uint64_t q_empty[kQStages];
+    uint64_t dout_full[kDoutStages];
+    uint64_t dout_tail[kDoutStages];
+    uint64_t dout_empty[kDoutStages];
     uint64_t ds_full[kDsSlots];
     uint64_t ds_empty[kDsSlots];
     uint64_t p_full[kPSlots];
