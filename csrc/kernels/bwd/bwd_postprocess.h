@@ -54,10 +54,12 @@ template <class T>
 __global__ void __launch_bounds__(kBwdSideThreads)
     bwd_postprocess_kernel(const __grid_constant__ BwdKernelParams params) {
   wait_for_kernel_before();
-  const int head = blockIdx.x % params.heads;
-  const WorkspaceTile tile = find_workspace_tile<T::kBlockM>(params, blockIdx.x / params.heads);
+  // [query tile][head]. From the end: what was added to last is then still in L2.
+  const int64_t at = gridDim.x - 1 - blockIdx.x;
+  const int head = int(at % params.heads);
+  const WorkspaceTile tile = find_workspace_tile<T::kBlockM>(params, int(at / params.heads));
   if (tile.row0 >= tile.q.rows) return;
-  const float* sums = params.dq_sum + int64_t(blockIdx.x) * (T::kBlockM * T::kHeadDim);
+  const float* sums = params.dq_sum + at * (T::kBlockM * T::kHeadDim);
   if (threadIdx.x < 128) {
     write_dq_piece<T, T::kDqColumns0>(params, tile, head, 0, sums);
   } else {

@@ -77,20 +77,20 @@ template <class T>
 __global__ void __launch_bounds__(kBwdSideThreads)
     bwd_preprocess_kernel(const __grid_constant__ BwdKernelParams params) {
   let_next_kernel_start();
-  const int head = blockIdx.x % params.heads;
-  const int q_tile = blockIdx.x / params.heads;
-  const int64_t at = blockIdx.x;  // [query tile][head]
-  if (blockIdx.x == 0 && threadIdx.x == 0) params.plan[BwdTileOrder::kCounter] = 0;
+  // [query tile][head]. From the end: what the main kernel adds to first is then still in L2.
+  const int64_t at = gridDim.x - 1 - blockIdx.x;
+  const int head = int(at % params.heads);
+  if (at == 0 && threadIdx.x == 0) params.plan[BwdTileOrder::kCounter] = 0;
 
-  const WorkspaceTile tile = find_workspace_tile<T::kBlockM>(params, q_tile);
+  const WorkspaceTile tile = find_workspace_tile<T::kBlockM>(params, int(at / params.heads));
   if (tile.row0 >= tile.q.rows) return;  // a tile between sequences: nobody reads it
-  write_row_values<T>(params, tile, head, params.rows + at * (2 * T::kBlockM));
   float4* sums = reinterpret_cast<float4*>(params.dq_sum + at * (T::kBlockM * T::kHeadDim));
 #pragma unroll 4
   for (int i = threadIdx.x; i < T::kBlockM * T::kHeadDim / 4; i += kBwdSideThreads) {
     sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
   if (params.turns != nullptr && threadIdx.x == 0) params.turns[at] = 0;
+  write_row_values<T>(params, tile, head, params.rows + at * (2 * T::kBlockM));
 }
 
 }  // namespace flash_attn3
