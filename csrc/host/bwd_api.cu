@@ -53,7 +53,7 @@ Status check_sizes(const BwdParams& in) {
   }
   const int64_t rows_q = is_ragged_q(in) ? in.total_q : in.max_seqlen_q;
   const int64_t rows_k = is_ragged_k(in) ? in.total_k : in.max_seqlen_k;
-  if (rows_q < 1 || rows_k < 1 || rows_q > kLongestWindow || rows_k > kLongestWindow) {
+  if (rows_q < 1 || rows_k < 1 || rows_q > kMostRows || rows_k > kMostRows) {
     return Status::invalid("q and k must have between 1 and 2^30 rows.");
   }
   // Tiles of 64 rows are counted in 32 bits.

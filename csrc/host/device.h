@@ -11,7 +11,8 @@
 namespace flash_attn3 {
 
 constexpr int kMaxDevices = 64;
-constexpr int32_t kLongestWindow = 1 << 30;  // positions and windows then add without overflow
+constexpr int32_t kMostRows = 1 << 30;
+constexpr int32_t kLongestWindow = kMostRows - 1024;  // added to a row's position it does not wrap
 
 // Once per device, what a launch wants to know.
 struct DeviceInfo {

@@ -1,4 +1,5 @@
 // The forward half of the C interface: checks, choice of the instantiation, run-time parameters.
+#include <cmath>
 #include <cstdint>
 #include <string>
 
@@ -13,7 +14,10 @@ namespace {
 
 // Dynamic order costs a memset before the launch; it pays where the call runs long enough and tiles
 // differ in length.
-constexpr double kDynamicOrderMinimumFlops = 5.0e10;
+constexpr double kDynamicOrderMinimumFlops = 1.0e10;
+
+// Tiles of so many keys are short (FwdKernelParams::claim_ahead).
+constexpr int32_t kShortTileKeys = 1024;
 
 bool is_ragged_q(const FwdParams& in) { return in.cu_seqlens_q != nullptr; }
 
@@ -33,7 +37,7 @@ Status check(const FwdParams& in) {
   }
   const int64_t rows_q = is_ragged_q(in) ? in.total_q : in.max_seqlen_q;
   const int64_t rows_k = in.cu_seqlens_k != nullptr ? in.total_k : in.max_seqlen_k;
-  if (rows_q < 1 || rows_k < 1 || rows_q > kLongestWindow || rows_k > kLongestWindow) {
+  if (rows_q < 1 || rows_k < 1 || rows_q > kMostRows || rows_k > kMostRows) {
     return Status::invalid("q and k must have between 1 and 2^30 rows.");
   }
   // Tiles of 128 rows are counted in 32 bits.
@@ -122,6 +126,20 @@ Status run(const FwdParams* in, cudaStream_t stream, FwdPlan* plan) {
 
 }  // namespace
 
+// Causal: the longest tiles come first, so that the last to be handed out are short. All pairs of
+// batch and head at once would read every K and V from memory again for each tile; the tiles of a
+// section find them in L2. A quarter of L2 was best at every head dim, and less than two rounds of
+// all SMs ended unevenly.
+int32_t section_pairs(const FwdParams& in, const FwdContext& context, int32_t q_tiles) {
+  const double pairs = double(in.batch) * in.heads;
+  const double pair_bytes =
+      2.0 * in.max_seqlen_k * (in.head_dim + in.head_dim_v) * in.heads_kv / in.heads;
+  const double wanted =
+      std::fmax(0.27 * context.l2_bytes / pair_bytes, 2.0 * context.sms / q_tiles);
+  // To the nearest power of two, which divides the usual numbers of heads.
+  return int32_t(std::fmin(pairs, std::exp2(std::fmax(0.0, std::round(std::log2(wanted))))));
+}
+
 bool wants_dynamic_order(const FwdParams& in) {
   if (is_ragged_q(in)) return false;
   const double flops =
@@ -173,21 +191,10 @@ void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
                                          : TileOrder::kStatic;
   out->q_tiles = blocks_for(in.max_seqlen_q, tile_m);
   out->tiles = is_ragged_q(in) ? 0 : out->q_tiles * in.heads * in.batch;
-  // Causal: the longest tiles come first, so that the last to be handed out are short. All heads at
-  // once would read every K and V from memory again for each tile, so heads are taken in sections
-  // that fit half of L2, as long as a section is work for a few rounds of all SMs.
-  const int64_t pairs = int64_t(in.batch) * in.heads;
-  out->section_pairs = 1;
-  if (in.window_right >= 0 && out->order != TileOrder::kRagged) {
-    constexpr int64_t kLeastRounds = 3;
-    const int64_t pair_bytes =
-        2 * int64_t(in.max_seqlen_k) * (in.head_dim + in.head_dim_v) / out->group;
-    const int64_t cache = context.l2_bytes / 2 + 1;
-    const int64_t by_cache = (pairs * pair_bytes + cache - 1) / cache;
-    const int64_t by_rounds = out->tiles / (kLeastRounds * context.sms);
-    const int64_t sections = by_cache < by_rounds ? by_cache : by_rounds;
-    out->section_pairs = int32_t(sections <= 1 ? pairs : (pairs + sections - 1) / sections);
-  }
+  out->claim_ahead = in.max_seqlen_k <= kShortTileKeys ? 2 : 1;
+  out->section_pairs = in.window_right >= 0 && out->order != TileOrder::kRagged
+                           ? section_pairs(in, context, out->q_tiles)
+                           : 1;
 }
 
 int fwd_grid(const FwdParams& in, const FwdContext& context, const FwdKernelParams& params) {

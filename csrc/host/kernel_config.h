@@ -8,39 +8,42 @@
 
 namespace flash_attn3 {
 
-// Consumers, KV block, stages of K and V, stages of Q, whether Q lies in registers. `Long`, where
-// it stands, is for long calls without a causal edge: larger tiles, which waste more where lengths
-// are no multiple.
+// Consumers, KV block, stages of K, of V, of Q, where Q lies, how O leaves, scores held back
+// behind P V. `Long`, where it stands, is for long calls: larger tiles, which waste more at causal
+// edges and where lengths are no multiple.
 template <int kHeadDim, int kHeadDimV>
 struct FwdScheduleOf;
 
-// Keys from which `Long` is taken.
-constexpr int kLongFromKeys = 2048;
+// Rows and keys from which `Long` is taken, without and with a causal edge.
+constexpr int kLongFrom = 2048;
+constexpr int kLongFromCausal = 6144;
 
 template <>
 struct FwdScheduleOf<64, 64> {
-  using Type = FwdSchedule<2, 128, 4, 2, true>;
-  using Long = FwdSchedule<3, 112, 2, 2, false>;
+  using Type = FwdSchedule<2, 128, 4, 4, 2, QuerySource::kRegisters, OutPath::kStaged, HeldNone>;
+  using Long =
+      FwdSchedule<3, 112, 4, 4, 2, QuerySource::kShared, OutPath::kStaged, Held<44, false>>;
 };
 template <>
 struct FwdScheduleOf<96, 96> {
-  using Type = FwdSchedule<2, 128, 3, 2, true>;
+  using Type = FwdSchedule<2, 128, 3, 3, 2, QuerySource::kRegisters, OutPath::kStaged, HeldNone>;
 };
 template <>
 struct FwdScheduleOf<128, 128> {
-  using Type = FwdSchedule<2, 128, 2, 2, true>;
+  using Type =
+      FwdSchedule<2, 128, 3, 2, 1, QuerySource::kRegisters, OutPath::kStaged, Held<16, true>>;
 };
 template <>
 struct FwdScheduleOf<192, 128> {
-  using Type = FwdSchedule<2, 128, 2, 1, false>;
+  using Type = FwdSchedule<2, 128, 2, 2, 1, QuerySource::kShared, OutPath::kDirect, HeldNone>;
 };
 template <>
 struct FwdScheduleOf<192, 192> {
-  using Type = FwdSchedule<2, 96, 2, 1, false>;
+  using Type = FwdSchedule<2, 96, 2, 2, 1, QuerySource::kShared, OutPath::kDirect, HeldNone>;
 };
 template <>
 struct FwdScheduleOf<256, 256> {
-  using Type = FwdSchedule<2, 80, 2, 1, false>;
+  using Type = FwdSchedule<2, 80, 2, 2, 1, QuerySource::kShared, OutPath::kDirect, HeldNone>;
 };
 
 }  // namespace flash_attn3

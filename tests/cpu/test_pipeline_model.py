@@ -14,7 +14,6 @@ import pytest
 
 FWD = Path(__file__).parents[2] / "csrc" / "kernels" / "fwd"
 TILE_SLOTS = int(re.search(r"kTileSlots = (\d+)", (FWD / "fwd_traits.h").read_text())[1])
-STAGES = 2
 
 
 class Barrier:
@@ -52,20 +51,28 @@ class Ring:
 class Kernel:
     """`tiles` are numbers of KV blocks, the end of work is -1."""
 
-    def __init__(self, tiles, consumers, q_stages, q_in_registers, slots=TILE_SLOTS):
+    def __init__(self, tiles, consumers, q_stages, q_in_registers, stages=(2, 2), ahead=1,
+                 slots=TILE_SLOTS, most_unseen=None):
         self.tiles, self.consumers, self.slots = tiles, consumers, slots
         self.q_stages, self.q_in_registers = q_stages, q_in_registers
+        self.stages = dict(zip("kv", stages))
+        self.claim_ahead = ahead
+        self.query_ahead = q_in_registers or q_stages > 1
+        self.wanted = [Barrier(1), Barrier(1)]
         self.tile_full = [Barrier(1) for _ in range(slots)]
         self.tile_empty = [Barrier(2 + consumers) for _ in range(slots)]
         self.tile = [None] * slots
         self.q_full = [[Barrier(1) for _ in range(consumers)] for _ in range(q_stages)]
         self.q_empty = [[Barrier(1) for _ in range(consumers)] for _ in range(q_stages)]
         self.q = [[None] * consumers for _ in range(q_stages)]
-        self.full = {x: [Barrier(1) for _ in range(STAGES)] for x in "kv"}
-        self.empty = {x: [Barrier(consumers) for _ in range(STAGES)] for x in "kv"}
-        self.v_tail = [Barrier(1) for _ in range(STAGES)]
-        self.data = {x: [None] * STAGES for x in "kv"}
+        self.full = {x: [Barrier(1) for _ in range(self.stages[x])] for x in "kv"}
+        self.empty = {x: [Barrier(consumers) for _ in range(self.stages[x])] for x in "kv"}
+        self.v_tail = [Barrier(1) for _ in range(self.stages["v"])]
+        self.data = {x: [None] * self.stages[x] for x in "kv"}
         self.has_tail = [random.random() < 0.5 for _ in tiles]
+        # Blocks that a consumer leaves out at the start of a tile.
+        self.unseen = [[random.randint(0, max(0, min(most_unseen or stages[1] // 2, blocks - 1)))
+                        for blocks in tiles] for _ in range(consumers)]
         self.in_flight = []  # copies that have been issued and not yet arrived
         self.turn, self.issued = 0, [0] * consumers
         self.done = [[] for _ in range(consumers)]
@@ -75,6 +82,9 @@ class Kernel:
     def scheduler(self):
         ring = Ring(self.slots)
         for number, blocks in enumerate(self.tiles + [-1]):
+            by = number - self.claim_ahead
+            if by >= 0:
+                yield lambda: self.wanted[by % 2].passed(by // 2 % 2)
             yield lambda: self.tile_empty[ring.slot].passed(ring.parity ^ 1)
             self.tile[ring.slot] = (number, blocks)
             self.tile_full[ring.slot].arrive()
@@ -82,7 +92,7 @@ class Kernel:
 
     def producer(self):
         tile_ring, q_ring = Ring(self.slots), Ring(self.q_stages)
-        rings = {x: Ring(STAGES) for x in "kv"}
+        rings = {x: Ring(self.stages[x]) for x in "kv"}
 
         def load_q(number):
             for w in range(self.consumers):
@@ -105,28 +115,36 @@ class Kernel:
             number, blocks = self.tile[tile_ring.slot]
             if blocks < 0:
                 return
+            wanted_at = min(2, blocks - 1)
             if blocks:
-                if first and self.q_stages > 1:
+                if first and self.query_ahead:
                     yield from load_q(number)
+                if wanted_at == blocks - 1:
+                    self.wanted[number % 2].arrive()
                 yield from load("k", (number, blocks - 1))
-                if self.q_stages == 1:
+                if not self.query_ahead:
                     yield from load_q(number)
+            else:
+                self.wanted[number % 2].arrive()
+            for n in range(blocks - 2, -1, -1):
+                if n == wanted_at:
+                    self.wanted[number % 2].arrive()
+                yield from load("k", (number, n))
+                yield from load("v", (number, n + 1))
             first = False
             ahead = tile_ring.next()
             yield lambda: self.tile_full[ahead.slot].passed(ahead.parity)
             next_number, next_blocks = self.tile[ahead.slot]
-            if next_blocks > 0 and self.q_stages > 1:
+            if next_blocks > 0 and self.query_ahead:
                 yield from load_q(next_number)
-            for n in range(blocks - 2, -1, -1):
-                yield from load("k", (number, n))
-                yield from load("v", (number, n + 1))
             if blocks:
                 yield from load("v", (number, 0))
             self.tile_empty[tile_ring.slot].arrive()
             tile_ring.advance()
 
     def tail(self):
-        tile_ring, v_ring, parities = Ring(self.slots), Ring(STAGES), [0] * STAGES
+        tile_ring, v_ring = Ring(self.slots), Ring(self.stages["v"])
+        parities = [0] * self.stages["v"]
         while True:
             yield lambda: self.tile_full[tile_ring.slot].passed(tile_ring.parity)
             number, blocks = self.tile[tile_ring.slot]
@@ -146,7 +164,7 @@ class Kernel:
 
     def consumer(self, w):
         tile_ring, q_ring = Ring(self.slots), Ring(self.q_stages)
-        rings = {x: Ring(STAGES) for x in "kv"}
+        rings = {x: Ring(self.stages[x]) for x in "kv"}
 
         def tile_here():
             yield lambda: self.tile_full[tile_ring.slot].passed(tile_ring.parity)
@@ -164,6 +182,19 @@ class Kernel:
         def release_q():
             self.q_empty[q_ring.slot][w].arrive()
             q_ring.advance()
+
+        def leave_out_k(number, blocks):
+            for i in range(self.unseen[w][number]):
+                yield from read("k", (number, blocks - 1 - i))
+                yield lambda: self.turn % self.consumers == w
+                self.turn += 1
+                self.issued[w] += 1
+                release("k")
+
+        def leave_out_v(number, blocks):
+            for i in range(self.unseen[w][number]):
+                yield from read("v", (number, blocks - 1 - i))
+                release("v")
 
         def take_q(number):
             yield lambda: self.q_full[q_ring.slot][w].passed(q_ring.parity)
@@ -185,7 +216,9 @@ class Kernel:
                 slot, number, blocks = yield from tile_here()
             if blocks < 0:
                 return
-            n = blocks - 1
+            yield from leave_out_k(number, blocks)
+            yield from leave_out_v(number, blocks)
+            n = blocks - 1 - self.unseen[w][number]
             yield from take_q(number)
             yield from read("k", (number, n))
             release_k(n)
@@ -198,7 +231,8 @@ class Kernel:
                     slot, number, blocks = yield from tile_here()
                     if blocks <= 0:
                         break
-                    n = blocks - 1
+                    yield from leave_out_k(number, blocks)
+                    n = blocks - 1 - self.unseen[w][number]
                     yield from take_q(number)
                 yield from read("k", (number, n))
                 yield lambda: self.turn % self.consumers == w
@@ -210,6 +244,7 @@ class Kernel:
                     release_k(n)
                 release("v")
                 if number != current[1]:
+                    yield from leave_out_v(number, blocks)
                     self.done[w].append(current[1])
                     self.tile_empty[current[0]].arrive()
                 yield lambda: True
@@ -260,12 +295,14 @@ def tile_lists():
 
 
 @pytest.mark.parametrize("q_stages, q_in_registers", [(2, True), (2, False), (1, False), (1, True)])
-@pytest.mark.parametrize("consumers", [2, 3])
-def test_every_tile_is_computed_once_whatever_the_order(consumers, q_stages, q_in_registers):
+@pytest.mark.parametrize("consumers, stages", [(2, (2, 2)), (2, (3, 2)), (2, (4, 4)), (3, (2, 2))])
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_every_tile_is_computed_once_whatever_the_order(consumers, stages, ahead, q_stages,
+                                                        q_in_registers):
     for number, tiles in enumerate(tile_lists()):
-        for seed in range(3):
+        for seed in range(2):
             random.seed(1000 * number + seed)
-            kernel = Kernel(tiles, consumers, q_stages, q_in_registers)
+            kernel = Kernel(tiles, consumers, q_stages, q_in_registers, stages, ahead)
             assert kernel.run(), f"deadlock with tiles {tiles}, seed {seed}"
             assert kernel.done == [list(range(len(tiles)))] * consumers
             assert len(set(kernel.issued)) == 1  # turns would not come round otherwise
@@ -275,3 +312,12 @@ def test_the_model_notices_a_deadlock():
     """A tile is stored only once the next one has started: with one slot the next never comes."""
     random.seed(0)
     assert not Kernel([2, 1], 2, 2, True, slots=1).run()
+
+
+def test_the_model_notices_too_many_blocks_left_out():
+    """Three blocks left out, but V of two of them only comes once V of the tile before is free."""
+    results = []
+    for seed in range(60):
+        random.seed(seed)
+        results.append(Kernel([5, 5, 5, 5], 2, 2, True, most_unseen=3).run())
+    assert not all(results)

@@ -70,11 +70,25 @@ struct SoftmaxRows {
   template <int kBegin, int kEnd, int kSize>
   __device__ __forceinline__ void exponentiate(float (&s)[kSize], float scale_log2,
                                                float (&part)[2]) const {
+    exponentiate_by<kBegin, kEnd>(s, scale_log2, part, [](float x) { return exp2_approx(x); });
+  }
+
+  // The same where `nonzero` is known: the assembler moves no exponential above that point.
+  template <int kBegin, int kEnd, int kSize>
+  __device__ __forceinline__ void exponentiate_if(float (&s)[kSize], float scale_log2,
+                                                  float (&part)[2], uint32_t nonzero) const {
+    exponentiate_by<kBegin, kEnd>(s, scale_log2, part,
+                                  [=](float x) { return exp2_approx_if(x, nonzero); });
+  }
+
+  template <int kBegin, int kEnd, int kSize, class Exp2>
+  __device__ __forceinline__ void exponentiate_by(float (&s)[kSize], float scale_log2,
+                                                  float (&part)[2], Exp2 exp2) const {
     float other[2] = {0.0f, 0.0f};  // two chains a row: an addition waits four cycles for the last
 #pragma unroll
     for (int i = kBegin; i < kEnd; ++i) {
       const int h = i / 2 % 2;
-      s[i] = exp2_approx(fmaf(s[i], scale_log2, -reference[h]));
+      s[i] = exp2(fmaf(s[i], scale_log2, -reference[h]));
       (i % 2 == 0 ? part[h] : other[h]) += s[i];
     }
     part[0] += other[0];
@@ -104,24 +118,23 @@ __device__ __forceinline__ void pack_probabilities(const float (&s)[kSize],
   for (int i = kBegin / 2; i < kEnd / 2; ++i) p[i] = pack_two<Element>(s[2 * i], s[2 * i + 1]);
 }
 
-// Scores of keys that a row does not see become -inf. keys[h] is the row's range relative to this
-// thread's first column.
+// A bit for each of a thread's columns in a row (0, 1, 8, 9, 16, 17, ...): those below `end`, which
+// counts from the thread's first column.
+__device__ __forceinline__ uint32_t columns_below(int32_t end) {
+  const uint32_t bounded = larger(0, smaller(end, 128));
+  const uint32_t columns = bounded / 8 * 2 + min(bounded % 8, 2u);
+  return shift_left(1, columns) - 1;
+}
+
+// Scores of keys that a row does not see become -inf. seen[h] has a bit for each of the row's
+// columns here: the assembler turns seven bits at a time into predicates, where a comparison of
+// every column would be an instruction each.
 template <int kSize>
-__device__ __forceinline__ void mask_scores(float (&s)[kSize], const KeyRange (&keys)[2],
-                                            bool upper_end_only) {
-  if (upper_end_only) {
+__device__ __forceinline__ void mask_scores(float (&s)[kSize], const uint32_t (&seen)[2]) {
+  static_assert(kSize <= 64);
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      const int column = i / 4 * 8 + i % 2;
-      if (column > keys[i / 2 % 2].hi) s[i] = kMinusInfinity;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      const int column = i / 4 * 8 + i % 2;
-      const KeyRange& range = keys[i / 2 % 2];
-      if (column > range.hi || column < range.lo) s[i] = kMinusInfinity;
-    }
+  for (int i = 0; i < kSize; ++i) {
+    if (!(seen[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) s[i] = kMinusInfinity;
   }
 }
 

@@ -54,6 +54,20 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
       : "memory");
 }
 
+// --- launches that overlap
+// ------------------------------------------------------------------------
+
+// Until every kernel that this one was launched after has ended, where the launch allowed an early
+// start: before any global memory is touched.
+__device__ __forceinline__ void grid_dependency_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// This CTA does not mind if the next kernel's set-up begins.
+__device__ __forceinline__ void grid_dependents_launch() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // --- named barriers, registers, proxies ---------------------------------------------------------
 
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
@@ -83,11 +97,55 @@ __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
 }
 
+// threadIdx.x, read where it is needed: what is computed from it is then not kept in registers from
+// the kernel's start on.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
+// --- bulk copies to global memory ---------------------------------------------------------------
+
+__device__ __forceinline__ void bulk_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until all committed copies of this thread have read their shared memory.
+__device__ __forceinline__ void bulk_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 // --- arithmetic ---------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 2^x where `nonzero` is not 0, and x otherwise.
+__device__ __forceinline__ float exp2_approx_if(float x, uint32_t nonzero) {
+  asm("{\n"
+      ".reg .pred yes;\n"
+      "setp.ne.u32 yes, %1, 0;\n"
+      "@yes ex2.approx.ftz.f32 %0, %0;\n"
+      "}\n"
+      : "+f"(x)
+      : "r"(nonzero));
+  return x;
+}
+
+// 0 where the shift is 32 or more, which C++ leaves open.
+__device__ __forceinline__ uint32_t shift_left(uint32_t x, uint32_t bits) {
+  uint32_t y;
+  asm("shl.b32 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(bits));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
@@ -121,6 +179,13 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], uint32_t addres
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
+               : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements to shared memory, each lane giving one row's address.
+__device__ __forceinline__ void store_matrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 

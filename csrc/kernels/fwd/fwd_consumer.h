@@ -35,6 +35,9 @@ template <class T>
 struct FwdConsumer {
   using Element = typename T::Element;
   static constexpr int kScores = T::kBlockN / 2;
+  // Exponentiated while P V still reads P.
+  static constexpr int kHeld = T::Held::kScores;
+  static constexpr int kEarly = kHeld > 0 ? kScores - kHeld : kScores / 16 * 8;
   static constexpr int kOutputs = T::kHeadDimV / 2;
   static constexpr int kQueryRegisters = T::kQueryInRegisters ? T::kHeadDim / 4 : 1;
 
@@ -48,8 +51,8 @@ struct FwdConsumer {
   int warpgroup;  // of the consumers
 
   RingPosition<T::kTileSlots> tile_ring;  // of the tile that the newest block belongs to
-  RingPosition<T::kStages> k_ring;
-  RingPosition<T::kStages> v_ring;
+  RingPosition<T::kKeyStages> k_ring;
+  RingPosition<T::kValueStages> v_ring;
   RingPosition<T::kQueryStages> q_ring;
   StreamBlock newest{0, 0};
 
@@ -89,8 +92,34 @@ struct FwdConsumer {
     const TileInfo& tile = shared.tiles[tile_ring.slot()];
     mbarrier_wait(&shared.tile_full[tile_ring.slot()], tile_ring.parity());
     if (tile.head < 0 || tile.n_begin >= tile.n_end) return false;
-    set_newest(tile.n_end - 1, StreamBlock::kFirst);
+    int start = tile.n_end;
+    if constexpr (T::kMostUnseen > 0) {
+      start = tile.start[warpgroup];
+      for (int n = tile.n_end; n > start; --n) leave_out_k();
+    }
+    set_newest(start - 1, StreamBlock::kFirst);
     return true;
+  }
+
+  // A block that these rows see no key of: it costs a turn, as it does the others, and no more.
+  __device__ __forceinline__ void leave_out_k() {
+    mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
+    take_turn();
+    pass_turn();
+    release(&shared.k_empty[k_ring.slot()]);
+    k_ring.advance();
+  }
+
+  // V of the blocks left out at the start of the newest tile, which come after V of the tile
+  // before.
+  __device__ __forceinline__ void leave_out_v() {
+    if constexpr (T::kMostUnseen > 0) {
+      const TileInfo& tile = shared.tiles[tile_ring.slot()];
+      for (int n = tile.n_end; n > tile.start[warpgroup]; --n) {
+        mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
+        release_v();
+      }
+    }
   }
 
   // Stores tiles without blocks until one with blocks starts a new stream; false after the last.
@@ -153,10 +182,11 @@ struct FwdConsumer {
 
   // Columns 16 k .. 16 k + 15 of this warp's rows of Q, as the A operand of a product.
   __device__ __forceinline__ void load_q_fragment(int k, uint32_t (&fragment)[4]) {
-    const int row = thread() / 32 * 16 + thread() % 16;
+    const int thread = thread_index() % 128;
+    const int row = thread / 32 * 16 + thread % 16;
     load_matrix_x4(fragment, fragment_address<T::kRowsPerConsumer>(
                                  shared_address(shared.q[q_ring.slot()][warpgroup]), row,
-                                 2 * k + thread() % 32 / 16));
+                                 2 * k + thread % 32 / 16));
   }
 
   // Address of a 16-byte chunk of a row of Q or K in panels of kRows rows.
@@ -227,6 +257,7 @@ struct FwdConsumer {
   __device__ __forceinline__ void release_k(bool last_of_tile) {
     release(&shared.k_empty[k_ring.slot()]);
     k_ring.advance();
+    k_ring.forget_derived();  // head dim 128 has no register to keep it in
     if constexpr (!T::kQueryInRegisters) {
       if (last_of_tile) release_q();
     }
@@ -248,18 +279,25 @@ struct FwdConsumer {
     }
     if (block.masked()) [[unlikely]] {
       const TileInfo& tile = shared.tiles[block.slot()];
-      KeyRange keys[2];
+      const int row = tile.row0 + epilogue.row_in_tile();
       const int first_column = block.n * T::kBlockN + 2 * (thread() % 4);
-      bool upper_end_only = true;
+      uint32_t seen[2];
+      // Short where the lower end is no question, as far as there are registers for two ways.
+      if (T::kConsumers == 2 && params.mask.window_left < 0 && params.mask.chunk == 0) [[likely]] {
+        const int keys = tile.k_len - first_column;
+        const int right = params.mask.window_right;
+        const int end = row + keys - tile.q_len + right + 1;  // of the first of both rows
+        seen[0] = columns_below(right < 0 ? keys : smaller(keys, end));
+        seen[1] = columns_below(right < 0 ? keys : smaller(keys, end + 8));
+      } else {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        keys[h] = visible_keys(params.mask, tile.row0 + epilogue.row_in_tile() + 8 * h, tile.q_len,
-                               tile.k_len);
-        upper_end_only &= keys[h].lo <= block.n * T::kBlockN;
-        keys[h].lo -= first_column;
-        keys[h].hi -= first_column;
+        for (int h = 0; h < 2; ++h) {
+          const KeyRange keys = visible_keys(params.mask, row + 8 * h, tile.q_len, tile.k_len);
+          seen[h] =
+              columns_below(keys.hi + 1 - first_column) & ~columns_below(keys.lo - first_column);
+        }
       }
-      mask_scores(s, keys, __all_sync(0xffffffffu, upper_end_only));
+      mask_scores(s, seen);
     }
   }
 
@@ -280,7 +318,7 @@ struct FwdConsumer {
 
   __device__ __forceinline__ void finish_tile(const StreamBlock& block, const float (&inverse)[2],
                                               float (&o)[kOutputs]) {
-    epilogue.store_out(shared.tiles[block.slot()], inverse, o);
+    epilogue.store_out(shared.tiles[block.slot()], inverse, o, shared.o[warpgroup]);
     release(&shared.tile_empty[block.slot()]);
   }
 
@@ -302,6 +340,23 @@ struct FwdConsumer {
   __device__ __forceinline__ void wait_for_newest(Stream& t) {
     if (newest.first()) take_q(t.q);
     mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
+  }
+
+  // What depends on this stays behind the branch that it is read behind (struct Held).
+  __device__ __forceinline__ uint32_t read_nonzero() {
+    return kHeld > 0 ? *static_cast<const volatile uint32_t*>(&shared.nonzero) : 1;
+  }
+
+  __device__ __forceinline__ void exponentiate_late(const SoftmaxRows& rows, float (&s)[kScores],
+                                                    float (&part)[2], uint32_t nonzero) {
+    if constexpr (kHeld == 0) {
+      rows.exponentiate<kEarly, kScores>(s, params.scale_log2, part);
+    } else if constexpr (T::Held::kWithScale) {
+      const float scale_log2 = nonzero != 0 ? params.scale_log2 : 0.0f;
+      rows.exponentiate<kEarly, kScores>(s, scale_log2, part);
+    } else {
+      rows.exponentiate_if<kEarly, kScores>(s, params.scale_log2, part, nonzero);
+    }
   }
 
   // Q K^T of `newest` and P V of `current` are issued together; the softmax of `newest` runs under
@@ -326,8 +381,6 @@ struct FwdConsumer {
     mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
     issue_pv_block(t.p, t.o, !t.current.first());
     pass_turn();
-    wgmma_wait<1>();
-    pin_registers(s);
 
     float factor[2];  // what O is to be multiplied by
     const bool new_tile = !kPlain && newest.first();
@@ -337,6 +390,10 @@ struct FwdConsumer {
         finish_rows(t.current, t.rows, factor);
         t.rows.reset();
       }
+    }
+    wgmma_wait<1>();
+    pin_registers(s);
+    if constexpr (!kPlain) {
       release_k(newest.last());
       adjust_scores(newest, s);
       float rescale[2];
@@ -346,28 +403,28 @@ struct FwdConsumer {
         factor[1] = rescale[1];
       }
     }
-    // The first half needs no place that P V is still reading.
-    constexpr int kHalf = kScores / 16 * 8;
     float part[2] = {0.0f, 0.0f};
-    t.rows.template exponentiate<0, kHalf>(s, params.scale_log2, part);
+    t.rows.template exponentiate<0, kEarly>(s, params.scale_log2, part);
     // P V stays under these exponentials only if nothing moves its wait above them: the compiler is
     // kept by the pins, the assembler by a branch, a second look at a barrier that is long
     // complete.
     pin_registers(s);
     pin_registers(part);
     mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
+    const uint32_t nonzero = read_nonzero();
     wgmma_wait<0>();
     pin_registers(t.o);
     pin_registers(t.p);
     release_v();
     if constexpr (!kPlain) {
       if (new_tile) {
+        leave_out_v();
         finish_tile(t.current, factor, t.o);
       } else if (moved) {
         scale_rows(t.o, factor);
       }
     }
-    t.rows.template exponentiate<kHalf, kScores>(s, params.scale_log2, part);
+    exponentiate_late(t.rows, s, part, nonzero);
     pack_probabilities<Element, 0, kScores>(s, t.p);
     if constexpr (kPlain) {
       const bool too_old = !(part[0] < kLargestBlockSum) || !(part[1] < kLargestBlockSum);
@@ -397,7 +454,9 @@ struct FwdConsumer {
     t.rows.reset();
     adjust_scores(newest, s);
     t.rows.move_references(s, params.scale_log2, rescale);
-    t.rows.template exponentiate<0, kScores>(s, params.scale_log2, part);
+    // In step()'s order of additions: results do not depend on which tile a CTA starts with.
+    t.rows.template exponentiate<0, kEarly>(s, params.scale_log2, part);
+    t.rows.template exponentiate<kEarly, kScores>(s, params.scale_log2, part);
     t.rows.add(part);
     pack_probabilities<Element, 0, kScores>(s, t.p);
     t.current = newest;
@@ -421,10 +480,12 @@ struct FwdConsumer {
     }
     Stream t;
     while (start_stream()) {
+      leave_out_v();
       first_block(t);
       run_stream(t);
       last_block(t);
     }
+    epilogue.finish();
   }
 
   __device__ __forceinline__ void run_stream(Stream& t) {

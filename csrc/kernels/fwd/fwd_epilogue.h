@@ -1,8 +1,12 @@
-// Epilogue: O / l and the LSE go from registers to global memory, without shared memory, so that a
-// finishing warpgroup waits for nobody and takes no space from the K and V ring.
+// Epilogue: O / l and the LSE to global memory. Every warp stores its own 16 rows and waits for
+// nobody. Where shared memory has a place for O, the copy engine takes it from there; at the end of
+// a ragged sequence, and where K, V and Q need all shared memory, O is written row by row.
 #pragma once
 
+#include <cute/arch/copy_sm90_tma.hpp>
+
 #include "kernels/attn/online_softmax.h"
+#include "kernels/common/wgmma.h"
 #include "kernels/fwd/fwd_params.h"
 #include "kernels/fwd/fwd_traits.h"
 
@@ -61,20 +65,57 @@ struct FwdEpilogue {
   // use, or see no key. rows.sum must be finished.
   __device__ __forceinline__ void store_lse(const TileInfo& tile, const SoftmaxRows& rows,
                                             float (&inverse)[2]) const {
+    const int first_row = tile.row0 + row_in_tile();
+    bool seen[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = tile.row0 + row_in_tile() + 8 * h;
-      const float sum = rows.sum[h];
-      const bool seen = row < tile.q_len && sum != 0.0f;  // NaN counts as seen, and stays
-      inverse[h] = seen ? 1.0f / sum : 0.0f;
-      if (row < tile.q_rows && quad() == 0) {
-        *lse_row(tile, row) = seen ? (rows.reference[h] + __log2f(sum)) * kLn2 : kMinusInfinity;
+      // NaN counts as seen, and stays.
+      seen[h] = first_row + 8 * h < tile.q_len && rows.sum[h] != 0.0f;
+      inverse[h] = seen[h] ? reciprocal_approx(rows.sum[h]) : 0.0f;
+    }
+    // Of the four threads of both rows, one writes the first and one the second.
+    const bool second = quad() == 1;
+    const int row = first_row + 8 * second;
+    const float sum = second ? rows.sum[1] : rows.sum[0];
+    const float reference = second ? rows.reference[1] : rows.reference[0];
+    const float lse = (reference + __log2f(sum)) * kLn2;
+    if (row < tile.q_rows && quad() < 2) {
+      *lse_row(tile, row) = (second ? seen[1] : seen[0]) ? lse : kMinusInfinity;
+    }
+  }
+
+  // `place`: this warpgroup's part of shared.o.
+  __device__ __forceinline__ void store_out(const TileInfo& tile, const float (&inverse)[2],
+                                            float (&o)[T::kHeadDimV / 2], uint8_t* place) const {
+    clear_unseen(inverse, o);
+    if constexpr (T::kStagedOut) {
+      store_staged(tile, inverse, o, place);
+    } else {
+      store_direct(tile, inverse, o);
+    }
+  }
+
+  // O of a row without keys is no number that a factor of 0 would clear where V holds NaN.
+  __device__ __forceinline__ static void clear_unseen(const float (&inverse)[2],
+                                                      float (&o)[T::kHeadDimV / 2]) {
+    if (__any_sync(0xffffffffu, inverse[0] == 0.0f || inverse[1] == 0.0f)) [[unlikely]] {
+#pragma unroll
+      for (int i = 0; i < T::kHeadDimV / 2; ++i) {
+        if (inverse[i / 2 % 2] == 0.0f) o[i] = 0.0f;
       }
     }
   }
 
-  __device__ __forceinline__ void store_out(const TileInfo& tile, const float (&inverse)[2],
-                                            const float (&o)[T::kHeadDimV / 2]) const {
+  // Columns 8 i + 2 quad, + 1 of row g + 8 h.
+  __device__ __forceinline__ static uint32_t packed_out(const float (&inverse)[2],
+                                                        const float (&o)[T::kHeadDimV / 2], int i,
+                                                        int h) {
+    return pack_two<typename T::Element>(o[4 * i + 2 * h] * inverse[h],
+                                         o[4 * i + 2 * h + 1] * inverse[h]);
+  }
+
+  __device__ __forceinline__ void store_direct(const TileInfo& tile, const float (&inverse)[2],
+                                               const float (&o)[T::kHeadDimV / 2]) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = tile.row0 + row_in_tile() + 8 * h;
@@ -84,13 +125,7 @@ struct FwdEpilogue {
       for (int i = 0; i < T::kHeadDimV / 8; i += 4) {
         uint32_t r[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float* pair = o + 4 * (i + j) + 2 * h;
-          // O of a row without keys is no number that 0 would clear where V holds NaN.
-          r[j] = inverse[h] == 0.0f
-                     ? 0u
-                     : pack_two<typename T::Element>(pair[0] * inverse[h], pair[1] * inverse[h]);
-        }
+        for (int j = 0; j < 4; ++j) r[j] = packed_out(inverse, o, i + j, h);
         transpose_quad(r, quad());
         const int column = (i + quad()) * 8;
         if (exists && column < params.head_dim_v) {
@@ -98,6 +133,75 @@ struct FwdEpilogue {
         }
       }
     }
+  }
+
+  // The warp's 16 rows as panels in `place`; the panels of the warpgroup have 64 rows.
+  __device__ __forceinline__ void store_staged(const TileInfo& tile, const float (&inverse)[2],
+                                               const float (&o)[T::kHeadDimV / 2],
+                                               uint8_t* place) const {
+    using P = Panel<T::kHeadDimV>;
+    constexpr int kChunks = P::kBytes / 16;
+    const int thread = thread_index();
+    const int lane = thread % 32;
+    uint8_t* rows = place + thread % 128 / 32 * 16 * P::kBytes;
+    // The copy that lane 0 started for the tile before has read this place.
+    if (lane == 0) bulk_store_wait_read();
+    __syncwarp();
+    const int row = lane % 16;
+    const uint32_t row_address = shared_address(rows) + row * P::kBytes;
+#pragma unroll
+    for (int i = 0; i < T::kHeadDimV / 8; i += 2) {
+      const uint32_t r[4] = {packed_out(inverse, o, i, 0), packed_out(inverse, o, i, 1),
+                             packed_out(inverse, o, i + 1, 0), packed_out(inverse, o, i + 1, 1)};
+      store_matrix_x4(row_address + i / kChunks * T::kRowsPerConsumer * P::kBytes +
+                          P::swizzle(row, i % kChunks + lane / 16) * 16,
+                      r);
+    }
+    const int first_row = tile.row0 + (thread - 128) / 32 * 16;
+    if (first_row + 16 <= tile.q_rows || params.cu_seqlens_q == nullptr) {
+      // At the end of a dense sequence the tensor map ends too.
+      fence_shared_to_async_proxy();
+      __syncwarp();
+      if (lane == 0) {
+#pragma unroll
+        for (int panel = 0; panel < P::kCount; ++panel) {
+          cute::SM90_TMA_STORE_4D::copy(
+              &params.out_map, rows + panel * T::kRowsPerConsumer * P::kBytes, panel * P::kWidth,
+              tile.q_base + first_row, tile.head, tile.q_batch);
+        }
+        bulk_store_commit();
+      }
+    } else {
+      __syncwarp();
+      copy_existing_rows(tile, first_row, rows);
+    }
+  }
+
+  // Rows of the next sequence follow in the tensor: only those of this one are written.
+  __device__ __forceinline__ void copy_existing_rows(const TileInfo& tile, int first_row,
+                                                     const uint8_t* rows) const {
+    using P = Panel<T::kHeadDimV>;
+    constexpr int kChunks = P::kBytes / 16;
+    const int chunk = threadIdx.x % kChunks;
+#pragma unroll 1
+    for (int row = threadIdx.x % 32 / kChunks; row < smaller(16, tile.q_rows - first_row);
+         row += 32 / kChunks) {
+      typename T::Element* out = out_row(tile, first_row + row);
+#pragma unroll 1
+      for (int panel = 0; panel < P::kCount; ++panel) {
+        const int column = panel * P::kWidth + chunk * 8;
+        if (column < params.head_dim_v) {
+          *reinterpret_cast<uint4*>(out + column) = *reinterpret_cast<const uint4*>(
+              rows + (panel * T::kRowsPerConsumer + row) * P::kBytes + P::swizzle(row, chunk) * 16);
+        }
+      }
+    }
+    __syncwarp();  // read before the next tile is written here
+  }
+
+  // Shared memory must last until the copy engine has read it.
+  __device__ __forceinline__ static void finish() {
+    if (T::kStagedOut && threadIdx.x % 32 == 0) bulk_store_wait_read();
   }
 
   // A tile none of whose rows sees a key.

@@ -26,9 +26,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         mbarrier_init(&shared.q_empty[stage][w], 4);
       }
     }
-    for (int stage = 0; stage < T::kStages; ++stage) {
+    for (int stage = 0; stage < T::kKeyStages; ++stage) {
       mbarrier_init(&shared.k_full[stage], 1);
       mbarrier_init(&shared.k_empty[stage], kConsumerWarps);
+    }
+    for (int stage = 0; stage < T::kValueStages; ++stage) {
       mbarrier_init(&shared.v_full[stage], 1);
       mbarrier_init(&shared.v_empty[stage], kConsumerWarps);
       mbarrier_init(&shared.v_tail[stage], 1);
@@ -37,10 +39,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       mbarrier_init(&shared.tile_full[slot], 1);
       mbarrier_init(&shared.tile_empty[slot], 2 + kConsumerWarps);  // producer and tail warp too
     }
+    for (int odd = 0; odd < 2; ++odd) mbarrier_init(&shared.tile_wanted[odd], 1);
+    shared.nonzero = 1;
     mbarrier_init_fence();
     prefetch_tensor_map(&params.q);
     prefetch_tensor_map(&params.k);
     prefetch_tensor_map(&params.v);
+    if constexpr (T::kStagedOut) prefetch_tensor_map(&params.out_map);
   }
   __syncthreads();
 

@@ -67,6 +67,21 @@ Status encode_fwd_maps(const FwdParams& in, FwdKernelParams* out) {
   Status status = encode_tensor_map(q, &out->q);
   if (status.ok()) status = encode_tensor_map(k, &out->k);
   if (status.ok()) status = encode_tensor_map(v, &out->v);
+  if constexpr (T::kStagedOut) {
+    const TensorMapShape o{"out",
+                           in.out,
+                           is_bfloat16,
+                           in.head_dim_v,
+                           q.rows,
+                           in.heads,
+                           q.batch,
+                           in.out_strides.row,
+                           in.out_strides.head,
+                           in.out_strides.batch,
+                           Panel<T::kHeadDimV>::kWidth,
+                           16};
+    if (status.ok()) status = encode_tensor_map(o, &out->out_map);
+  }
   return status;
 }
 
@@ -99,7 +114,7 @@ Status launch_fwd(const FwdParams& in, const FwdContext& context, cudaStream_t s
              T::kBlockN,
              T::kHeadDim,
              T::kHeadDimV,
-             T::kStages,
+             T::kValueStages,
              T::kThreads,
              attributes.numRegs,
              fwd_shared_bytes<T>(),
@@ -110,8 +125,18 @@ Status launch_fwd(const FwdParams& in, const FwdContext& context, cudaStream_t s
   status = encode_fwd_maps<T>(in, &params);
   if (status.ok()) status = prepare_workspace(in, params, T::kBlockM, stream);
   if (!status.ok()) return status;
-  fwd_kernel<T><<<grid, T::kThreads, fwd_shared_bytes<T>(), stream>>>(params);
-  const cudaError_t error = cudaGetLastError();
+  // The set-up of this kernel may run while the one before it ends.
+  cudaLaunchAttribute early_start;
+  early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early_start.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = T::kThreads;
+  config.dynamicSmemBytes = fwd_shared_bytes<T>();
+  config.stream = stream;
+  config.attrs = &early_start;
+  config.numAttrs = 1;
+  const cudaError_t error = cudaLaunchKernelEx(&config, fwd_kernel<T>, params);
   return error == cudaSuccess ? Status{} : cuda_status("launching the forward kernel", error);
 }
 
@@ -126,8 +151,9 @@ Status launch_fwd_of(const FwdParams& in, const FwdContext& context, cudaStream_
                      FwdPlan* plan) {
   using Schedules = FwdScheduleOf<kHeadDim, kHeadDimV>;
   if constexpr (HasLong<Schedules>::value) {
-    if (in.window_right < 0 && in.window_left < 0 && in.attention_chunk == 0 &&
-        in.max_seqlen_k >= kLongFromKeys && in.max_seqlen_q >= kLongFromKeys) {
+    const int long_from = in.window_right < 0 ? kLongFrom : kLongFromCausal;
+    if (in.window_left < 0 && in.attention_chunk == 0 &&
+        smaller(in.max_seqlen_q, in.max_seqlen_k) >= long_from) {
       return launch_fwd<FwdTraits<Element, kHeadDim, kHeadDimV, typename Schedules::Long>>(
           in, context, stream, plan);
     }

@@ -37,6 +37,7 @@ struct FwdKernelParams {
   CUtensorMap q;  // (d, row, head, batch), box: one panel x 64 rows
   CUtensorMap k;  // box: one panel x one KV block
   CUtensorMap v;
+  CUtensorMap out_map;  // box: one panel x 16 rows
 
   void* out;
   float* lse;
@@ -65,6 +66,9 @@ struct FwdKernelParams {
   float transform_factor;
 
   TileOrder order;
+  // How many tiles before its turn a tile is claimed: 1 for long ones, so that CTAs end together, 2
+  // for short ones, whose numbers and plans would else be waited for.
+  int32_t claim_ahead;
   int32_t q_tiles;  // of a dense sequence
   int32_t tiles;    // of a dense call
   // Of a dense call: so many (batch, head) pairs take turns, the last tile of each before the next

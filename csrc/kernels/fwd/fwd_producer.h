@@ -14,8 +14,8 @@ struct FwdProducer {
   int lane;
 
   RingPosition<T::kTileSlots> tile_ring;
-  RingPosition<T::kStages> k_ring;
-  RingPosition<T::kStages> v_ring;
+  RingPosition<T::kKeyStages> k_ring;
+  RingPosition<T::kValueStages> v_ring;
   RingPosition<T::kQueryStages> q_ring;
 
   static constexpr uint64_t kReadOnce = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
@@ -79,48 +79,25 @@ struct FwdProducer {
     v_ring.advance();
   }
 
-  // Asks L2 for what the next tile reads first: it may lie in memory that no CTA has touched yet.
-  __device__ __forceinline__ void prefetch_tile(const TileInfo& tile) {
-    if (lane != 0) return;
-    const int row = tile.k_base + (tile.n_end - 1) * T::kBlockN;
-    prefetch_panels<T::kHeadDim>(params.k, row, tile.head_kv, tile.k_batch);
-    prefetch_panels<T::kHeadDimV>(params.v, row, tile.head_kv, tile.k_batch);
-    if (tile.n_end - 2 >= tile.n_begin) {
-      prefetch_panels<T::kHeadDim>(params.k, row - T::kBlockN, tile.head_kv, tile.k_batch);
-      prefetch_panels<T::kHeadDimV>(params.v, row - T::kBlockN, tile.head_kv, tile.k_batch);
-    }
-    if constexpr (T::kQueryStages == 1) {
-      for (int w = 0; w < T::kConsumers; ++w) {
-        prefetch_panels<T::kHeadDim>(params.q, tile.q_base + tile.row0 + w * T::kRowsPerConsumer,
-                                     tile.head, tile.q_batch);
-      }
-    }
+  // Tells the scheduler that the next tile will soon be needed: once a tile.
+  __device__ __forceinline__ void want_tile() {
+    if (lane == 0) mbarrier_arrive(&shared.tile_wanted[tile_ring.slot() % 2]);
   }
 
-  template <int kColumns>
-  __device__ __forceinline__ void prefetch_panels(const CUtensorMap& map, int row, int head,
-                                                  int batch) {
-    using P = Panel<kColumns>;
-#pragma unroll
-    for (int panel = 0; panel < P::kCount; ++panel) {
-      cute::SM90_TMA_LOAD_4D::PREFETCH::copy(&map, panel * P::kWidth, row, head, batch);
-    }
-  }
-
-  // The next tile, seen while the first block of this one is on its way: with two stages of Q its Q
-  // is loaded at once.
+  // Q of the next tile, before this one's last block. Asking L2 for the next tile's first K and V
+  // here as well was tried: the requests stand in the copy engine's way (20 % at head dim 256, S
+  // 512).
   __device__ __forceinline__ void look_ahead() {
     RingPosition<T::kTileSlots> next = tile_ring;
     next.advance();
     mbarrier_wait(&shared.tile_full[next.slot()], next.parity());
     const TileInfo& tile = shared.tiles[next.slot()];
-    if (tile.head < 0 || tile.n_begin >= tile.n_end) return;
-    prefetch_tile(tile);
-    if constexpr (T::kQueryStages > 1) load_q(tile);
+    if (tile.head >= 0 && tile.n_begin < tile.n_end) load_q(tile);
   }
 
   // The order is that in which consumers read: K of a block comes before V of the block before it.
   __device__ __forceinline__ void run() {
+    grid_dependency_wait();
     bool first = true;
     for (;;) {
       mbarrier_wait(&shared.tile_full[tile_ring.slot()], tile_ring.parity());
@@ -128,22 +105,26 @@ struct FwdProducer {
       const TileInfo& tile = shared.tiles[tile_ring.slot()];
       if (tile.head < 0) return;
       const bool any_block = tile.n_begin < tile.n_end;
+      // From here two more blocks are to be loaded, while consumers are at those before.
+      const int wanted_at = smaller(tile.n_begin + 2, tile.n_end - 1);
       if (any_block) {
-        if (first && T::kQueryStages > 1) load_q(tile);
+        if (first && T::kQueryAhead) load_q(tile);
+        if (tile.n_end - 1 == wanted_at) want_tile();
         load_k(tile, tile.n_end - 1);
-        // The only place for Q comes free later than the first one for K.
-        if (T::kQueryStages == 1) load_q(tile);
-      }
-      first = false;
-      look_ahead();
-      if (any_block) {
+        // Q comes free later than the first place for K.
+        if (!T::kQueryAhead) load_q(tile);
 #pragma unroll 1
         for (int n = tile.n_end - 2; n >= tile.n_begin; --n) {
+          if (n == wanted_at) want_tile();
           load_k(tile, n);
           load_v(tile, n + 1);
         }
-        load_v(tile, tile.n_begin);
+      } else {
+        want_tile();
       }
+      first = false;
+      if constexpr (T::kQueryAhead) look_ahead();
+      if (any_block) load_v(tile, tile.n_begin);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&shared.tile_empty[tile_ring.slot()]);
       tile_ring.advance();

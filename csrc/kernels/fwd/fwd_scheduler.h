@@ -30,8 +30,7 @@ struct FwdScheduler {
   const FwdKernelParams& params;
   typename T::SharedMemory& shared;
   int lane;
-  int round = 0;    // of the static order
-  int fetched = 0;  // of the counter, by lane 0
+  int round = 0;  // of the static order
 
   // 32 neighbouring sequences of the ragged plan, one a lane: tiles first <= t < end, all heads
   // counted. Tile numbers only grow, so the window only moves on; each CTA reads the plan once.
@@ -41,8 +40,8 @@ struct FwdScheduler {
   int end = 0;
   bool spans_known = false;
 
-  // Asks for the next tile's number; take_tile() waits for the answer, which meanwhile may travel.
-  __device__ __forceinline__ void fetch_tile() {
+  __device__ __forceinline__ int fetch_tile() {
+    int fetched = 0;
     if (params.order == TileOrder::kStatic) {
       const int grid = gridDim.x;
       // Tiles lie longest first: turning every other round evens out what the CTAs get.
@@ -52,9 +51,8 @@ struct FwdScheduler {
     } else if (lane == 0) {
       fetched = atomicAdd(params.workspace + RaggedPlan::kCounter, 1);
     }
+    return __shfl_sync(0xffffffffu, fetched, 0);
   }
-
-  __device__ __forceinline__ int take_tile() { return __shfl_sync(0xffffffffu, fetched, 0); }
 
   __device__ __forceinline__ SequenceSpan q_span(int sequence) const {
     return sequence_span(params.cu_seqlens_q, params.seqused_q, sequence, params.seqlen_q,
@@ -150,37 +148,40 @@ struct FwdScheduler {
       const int first_row = row0 + w * T::kRowsPerConsumer;
       const int last_row = smaller(first_row + T::kRowsPerConsumer, q_len) - 1;
       info.plain[w] = unmasked_blocks(params.mask, first_row, last_row, q_len, k_len, T::kBlockN);
+      if constexpr (T::kMostUnseen > 0) {
+        // Every consumer has a block, so that all streams begin and end with the same tiles.
+        const BlockRange seen =
+            visible_blocks(params.mask, first_row, last_row, q_len, k_len, T::kBlockN);
+        info.start[w] = larger(larger(seen.end, blocks.begin + 1), blocks.end - T::kMostUnseen);
+      }
     }
   }
 
   __device__ __forceinline__ void run() {
+    grid_dependency_wait();
     const int tiles = params.order == TileOrder::kRagged
                           ? params.workspace[RaggedPlan::kTiles] * params.heads
                           : params.tiles;
     RingPosition<T::kTileSlots> ring;
-    // Many small tiles: the counter's answer travels while the tile before is planned. Few large
-    // ones: none is claimed before there is a slot for it.
-    const bool early = params.order == TileOrder::kRagged;
-    if (early) fetch_tile();
-    for (;;) {
-      if (!early) {
-        mbarrier_wait(&shared.tile_empty[ring.slot()], ring.parity() ^ 1);
-        fetch_tile();
+    for (int number = 0;; ++number) {
+      // The producer nears the end of tile number - claim_ahead; it cannot be two tiles further,
+      // for which one barrier would do.
+      const int wanted_by = number - params.claim_ahead;
+      if (wanted_by >= 0) {
+        mbarrier_wait(&shared.tile_wanted[wanted_by & 1], wanted_by >> 1 & 1);
       }
-      const int tile = take_tile();
+      const int tile = fetch_tile();
       bool more = tile < tiles;
-      if (early) {
-        if (more) fetch_tile();
-        mbarrier_wait(&shared.tile_empty[ring.slot()], ring.parity() ^ 1);
-      }
+      mbarrier_wait(&shared.tile_empty[ring.slot()], ring.parity() ^ 1);
       TileInfo& info = shared.tiles[ring.slot()];
       more = more && write_tile(tile, info);
       if (!more && lane == 0) info.head = -1;
       if (lane == 0) mbarrier_arrive(&shared.tile_full[ring.slot()]);
       __syncwarp();
-      if (!more) return;
+      if (!more) break;
       ring.advance();
     }
+    grid_dependents_launch();
   }
 };
 

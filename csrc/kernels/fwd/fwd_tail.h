@@ -41,8 +41,8 @@ struct FwdTail {
 
   __device__ __forceinline__ void run() {
     RingPosition<T::kTileSlots> tile_ring;
-    RingPosition<T::kStages> v_ring;  // follows the producer's
-    uint32_t parities = 0;            // of v_tail, a bit a stage
+    RingPosition<T::kValueStages> v_ring;  // follows the producer's
+    uint32_t parities = 0;                 // of v_tail, a bit a stage
     for (;;) {
       mbarrier_wait(&shared.tile_full[tile_ring.slot()], tile_ring.parity());
       const TileInfo& tile = shared.tiles[tile_ring.slot()];

@@ -8,15 +8,38 @@
 
 namespace flash_attn3 {
 
-// What kernel_config.h chooses for a pair of head dims. KV blocks are kBlockN keys; K and V have
-// kStages places each, Q has kQueryStages.
-template <int kConsumers_, int kBlockN_, int kStages_, int kQueryStages_, bool kQueryInRegisters_>
+// Where consumers read Q from.
+enum class QuerySource { kShared, kRegisters };
+
+// How O reaches memory.
+enum class OutPath {
+  kDirect,  // from registers, four threads transposing among them
+  kStaged,  // through a place of its own in shared memory, by the copy engine
+};
+
+// Of a thread's scores, the last kScores are held back until P V is done, so that their
+// exponentials alternate with the packing of P. The assembler would move them all before the wait,
+// and pack afterwards; which is faster differs from kernel to kernel.
+template <int kScores_, bool kWithScale_>
+struct Held {
+  static constexpr int kScores = kScores_;
+  // Whether the multiplication by the scale is held back too.
+  static constexpr bool kWithScale = kWithScale_;
+};
+using HeldNone = Held<0, false>;
+
+// What kernel_config.h chooses for a pair of head dims. KV blocks are kBlockN keys.
+template <int kConsumers_, int kBlockN_, int kKeyStages_, int kValueStages_, int kQueryStages_,
+          QuerySource kQuerySource_, OutPath kOutPath_, class Held_>
 struct FwdSchedule {
+  using Held = Held_;
   static constexpr int kConsumers = kConsumers_;
   static constexpr int kBlockN = kBlockN_;
-  static constexpr int kStages = kStages_;
+  static constexpr int kKeyStages = kKeyStages_;
+  static constexpr int kValueStages = kValueStages_;
   static constexpr int kQueryStages = kQueryStages_;
-  static constexpr bool kQueryInRegisters = kQueryInRegisters_;
+  static constexpr bool kQueryInRegisters = kQuerySource_ == QuerySource::kRegisters;
+  static constexpr bool kStagedOut = kOutPath_ == OutPath::kStaged;
 };
 
 constexpr int kMaxConsumers = 3;
@@ -49,6 +72,7 @@ struct TileInfo {
   int32_t k_base;
   int32_t n_begin;  // KV blocks n_begin <= n < n_end, visited from the last
   int32_t n_end;
+  int32_t start[kMaxConsumers];     // each consumer's rows see no key of the blocks from here on
   BlockRange plain[kMaxConsumers];  // of each consumer's rows: blocks that need no mask
 };
 
@@ -57,17 +81,29 @@ struct FwdTraits : Schedule {
   using Element = Element_;
   using Schedule::kBlockN;
   using Schedule::kConsumers;
+  using Schedule::kKeyStages;
+  using Schedule::kQueryInRegisters;
   using Schedule::kQueryStages;
-  using Schedule::kStages;
+  using Schedule::kStagedOut;
+  using Schedule::kValueStages;
 
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr int kRowsPerConsumer = 64;
   static constexpr int kBlockM = kConsumers * kRowsPerConsumer;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  // A tile not yet stored, the newest, and the next, which the producer looks ahead to. More slots
-  // would claim tiles of the dynamic order long before they run, and end unevenly.
-  static constexpr int kTileSlots = 3;
+  // A tile not yet stored, the newest, the next, which the producer looks ahead to, and one more.
+  static constexpr int kTileSlots = 4;
+  // Q of the next tile is loaded during this one: it has a place of its own, or finds the only one
+  // empty. Otherwise it waits for this tile's last product with Q.
+  static constexpr bool kQueryAhead = kQueryInRegisters || kQueryStages > 1;
+
+  // A consumer leaves out so many blocks of a tile at most. Their V is released only after the last
+  // block of the tile before, whose V it holds meanwhile: with more, the other consumers would wait
+  // for V, and it for its turn (tests/cpu/test_pipeline_model.py).
+  // Tiles no taller than a KV block have no such block at a causal edge, and three consumers have
+  // no register for it.
+  static constexpr int kMostUnseen = kBlockN < kBlockM && kConsumers == 2 ? kValueStages / 2 : 0;
 
   // 65,536 registers: what the producer warpgroup gives back, the consumers take.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
@@ -77,23 +113,27 @@ struct FwdTraits : Schedule {
   static constexpr int kQueryBytes = kRowsPerConsumer * kHeadDim * 2;  // of one consumer
   static constexpr int kKeyBytes = kBlockN * kHeadDim * 2;             // of one stage
   static constexpr int kValueBytes = kBlockN * kHeadDimV * 2;
+  static constexpr int kOutBytes = kStagedOut ? kRowsPerConsumer * kHeadDimV * 2 : 16;
 
   struct SharedMemory {
     alignas(1024) uint8_t q[kQueryStages][kConsumers][kQueryBytes];
-    alignas(1024) uint8_t k[kStages][kKeyBytes];
-    alignas(1024) uint8_t v[kStages][kValueBytes];
+    alignas(1024) uint8_t k[kKeyStages][kKeyBytes];
+    alignas(1024) uint8_t v[kValueStages][kValueBytes];
+    alignas(kStagedOut ? 1024 : 16) uint8_t o[kConsumers][kOutBytes];  // each warp its 16 rows
 
     // full: the copy engine has written; empty: every consumer warp has finished reading.
     alignas(8) uint64_t q_full[kQueryStages][kConsumers];
     uint64_t q_empty[kQueryStages][kConsumers];
-    uint64_t k_full[kStages];
-    uint64_t k_empty[kStages];
-    uint64_t v_full[kStages];
-    uint64_t v_empty[kStages];
-    uint64_t v_tail[kStages];  // a V block has arrived whose last rows are to be cleared
+    uint64_t k_full[kKeyStages];
+    uint64_t k_empty[kKeyStages];
+    uint64_t v_full[kValueStages];
+    uint64_t v_empty[kValueStages];
+    uint64_t v_tail[kValueStages];  // a V block has arrived whose last rows are to be cleared
     uint64_t tile_full[kTileSlots];
     uint64_t tile_empty[kTileSlots];
+    uint64_t tile_wanted[2];  // the producer nears the end of an even, odd tile
     alignas(16) TileInfo tiles[kTileSlots];
+    uint32_t nonzero;            // FwdConsumer::exponentiate_late()
     PlannedSequence window[32];  // the scheduler's own
   };
 };
@@ -115,6 +155,8 @@ class RingPosition {
       at_ = at_ >= 2 * (kSlots - 1) ? (at_ & 1) ^ 1 : at_ + 2;
     }
   }
+  // The compiler computes anew what it derived from the position before, instead of keeping it.
+  __device__ __forceinline__ void forget_derived() { asm volatile("" : "+r"(at_)); }
 
  private:
   static constexpr bool kPowerOfTwo = (kSlots & (kSlots - 1)) == 0;
