@@ -1,10 +1,10 @@
 """Interleaved timing: every candidate is measured once per round, and the median of rounds counts.
 
 Sustained figures of one and the same binary move by 3 % on a card at its power limit, and the
-first round after idle reads high. So all candidates of a point run within the same second, in
-rotating order, after a common warm-up of the card.
+first round after idle reads high. So all candidates of a point run one after the other, each after
+a warm-up of its own, in an order that changes from round to round.
 
-EventTimer measures as triton.testing.do_bench(fn, warmup=15, rep=40, return_mode="median") does
+EventTimer measures as triton.testing.do_bench(fn, warmup=..., rep=40, return_mode="median") does
 (L2 emptied before every run, a pair of CUDA events around it); GraphTimer as do_bench_cudagraph
 does (many calls in one CUDA graph: device time alone). They are written out here because a timer
 is prepared once per point and then asked for several rounds; Triton's functions would warm up,
@@ -13,6 +13,7 @@ estimate and capture again in each.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 
 import torch
 
-WARMUP_MS = 15.0
+# Under its power limit the card's clock follows what ran in the last tenth of a second: whoever
+# came after a light kernel would read 5 to 10 % high. So each candidate warms up by itself.
+WARMUP_MS = 100.0
 REP_MS = 40.0
 CARD_WARMUP_MS = 100.0
 ROUNDS = 3
@@ -199,15 +202,14 @@ def interleave(
     rounds: int = ROUNDS,
     card_warmup_ms: float = CARD_WARMUP_MS,
 ) -> dict[str, Measurement]:
-    """One value per timer and round. The order rotates, so nobody always has the same neighbour."""
+    """One value per timer and round, in an order of its own: no neighbour stays the same."""
     names = list(timers)
     if not names:
         return {}
     timers[names[0]].warm_up(card_warmup_ms)
     values: dict[str, list[float]] = {name: [] for name in names}
     for index in range(rounds):
-        shift = index % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in random.Random(index).sample(names, len(names)):
             values[name].append(timers[name].round())
     return {name: Measurement(tuple(times)) for name, times in values.items()}
 

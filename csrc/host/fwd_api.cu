@@ -4,20 +4,19 @@
 #include <string>
 
 #include "host/bwd_dispatch.h"
+#include "host/claim_counter.h"
 #include "host/fwd_dispatch.h"
 #include "host/ragged_plan.h"
 #include "kernels/attn/online_softmax.h"
 
 namespace flash_attn3 {
-
 namespace {
 
-// Dynamic order costs a memset before the launch; it pays where the call runs long enough and tiles
-// differ in length.
-constexpr double kDynamicOrderMinimumFlops = 1.0e10;
+// Dynamic order pays where tiles differ in length, and are many enough to differ in their sums.
+constexpr double kDynamicOrderMinimumFlops = 2.0e9;
 
 // Tiles of so many keys are short (FwdKernelParams::claim_ahead).
-constexpr int32_t kShortTileKeys = 1024;
+constexpr int32_t kShortTileKeys = 1536;
 
 bool is_ragged_q(const FwdParams& in) { return in.cu_seqlens_q != nullptr; }
 
@@ -191,7 +190,11 @@ void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
                                          : TileOrder::kStatic;
   out->q_tiles = blocks_for(in.max_seqlen_q, tile_m);
   out->tiles = is_ragged_q(in) ? 0 : out->q_tiles * in.heads * in.batch;
-  out->claim_ahead = in.max_seqlen_k <= kShortTileKeys ? 2 : 1;
+  // Keys that a tile sees at most; a tile of 128 rows sees those of its window and 127 more.
+  const int64_t tile_keys = out->mask.window_left >= 0 && out->mask.window_right >= 0
+                                ? int64_t(out->mask.window_left) + out->mask.window_right + 128
+                                : in.max_seqlen_k;
+  out->claim_ahead = tile_keys <= kShortTileKeys || in.max_seqlen_k <= kShortTileKeys ? 2 : 1;
   out->section_pairs = in.window_right >= 0 && out->order != TileOrder::kRagged
                            ? section_pairs(in, context, out->q_tiles)
                            : 1;
@@ -202,13 +205,20 @@ int fwd_grid(const FwdParams& in, const FwdContext& context, const FwdKernelPara
   return params.order == TileOrder::kRagged ? sms : smaller(sms, larger(1, params.tiles));
 }
 
-Status prepare_workspace(const FwdParams& in, const FwdKernelParams& params, int tile_m,
-                         cudaStream_t stream) {
+Status prepare_tile_order(const FwdParams& in, int tile_m, int grid, cudaStream_t stream,
+                          FwdKernelParams* params) {
   cudaError_t error = cudaSuccess;
-  if (params.order == TileOrder::kDynamic) {
-    error = cudaMemsetAsync(params.workspace, 0, RaggedPlan::kHeader * sizeof(int32_t), stream);
-  } else if (params.order == TileOrder::kRagged) {
-    error = launch_ragged_plan(in, params, tile_m, stream);
+  if (params->order == TileOrder::kRagged) {
+    params->counter = params->workspace + RaggedPlan::kCounter;
+    params->last_claim = -1;
+    error = launch_ragged_plan(in, *params, tile_m, stream);
+  } else if (params->order == TileOrder::kDynamic) {
+    params->last_claim = params->tiles + grid - 1;
+    params->counter = claim_counter(in.device, stream);
+    if (params->counter == nullptr) {
+      params->counter = params->workspace;
+      error = cudaMemsetAsync(params->counter, 0, sizeof(int32_t), stream);
+    }
   }
   return error == cudaSuccess ? Status{} : cuda_status("preparing the tile order", error);
 }

@@ -14,7 +14,7 @@ struct FwdContext {
   int64_t l2_bytes;
 };
 
-// True where tiles are handed out by an atomic counter in the workspace (dense calls).
+// True where tiles are handed out by an atomic counter (dense calls).
 bool wants_dynamic_order(const FwdParams& in);
 
 // Everything but the tensor maps.
@@ -23,9 +23,9 @@ void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
 
 int fwd_grid(const FwdParams& in, const FwdContext& context, const FwdKernelParams& params);
 
-// Queues what the kernel expects in its workspace.
-Status prepare_workspace(const FwdParams& in, const FwdKernelParams& params, int tile_m,
-                         cudaStream_t stream);
+// Queues what the kernel expects in its workspace, and gives it a counter for its tiles.
+Status prepare_tile_order(const FwdParams& in, int tile_m, int grid, cudaStream_t stream,
+                          FwdKernelParams* params);
 
 // plan != nullptr: only describe.
 #define FLASH_ATTN3_DECLARE_FWD(NAME) \

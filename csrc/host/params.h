@@ -66,7 +66,7 @@ struct FwdPlan {
   int32_t tile_n;
   int32_t head_dim;  // compiled dimensions, at least those asked for
   int32_t head_dim_v;
-  int32_t stages;
+  int32_t stages;  // of V
   int32_t threads;
   int32_t registers;     // per thread at launch
   int32_t shared_bytes;  // dynamic shared memory

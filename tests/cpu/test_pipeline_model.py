@@ -295,7 +295,8 @@ def tile_lists():
 
 
 @pytest.mark.parametrize("q_stages, q_in_registers", [(2, True), (2, False), (1, False), (1, True)])
-@pytest.mark.parametrize("consumers, stages", [(2, (2, 2)), (2, (3, 2)), (2, (4, 4)), (3, (2, 2))])
+@pytest.mark.parametrize("consumers, stages", [
+    (2, (2, 2)), (2, (3, 2)), (2, (3, 3)), (2, (4, 4)), (3, (4, 4))])
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_every_tile_is_computed_once_whatever_the_order(consumers, stages, ahead, q_stages,
                                                         q_in_registers):

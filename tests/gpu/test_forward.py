@@ -167,3 +167,32 @@ def test_gradients_reach_the_inputs():
     assert out.requires_grad
     grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
     assert all(bool(g.isfinite().all()) and bool(g.abs().max() > 0) for g in grads)
+
+
+def test_streams_and_graphs_have_tile_counters_of_their_own():
+    """Tiles of a causal call are claimed from a counter that a launch leaves as it found it."""
+    case = Case((1024,) * 2, (1024,) * 2, 8, 8, 128, dtype=torch.bfloat16, causal=True)
+    q, k, v = case.make("cuda")
+    expected = case.call(q, k, v)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(case.call(q, k, v))
+    graphs = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = [case.call(q, k, v) for _ in range(3)]
+        graphs.append((graph, captured))
+    for _ in range(5):
+        for stream, (graph, _) in zip(streams, graphs):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for _, captured in graphs:
+        results += captured
+    for out, lse in results:
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])

@@ -45,7 +45,7 @@ FLASH_ATTN3_HOST_DEVICE int32_t blocks_for(int32_t rows, int32_t block) {
 // Both ends grow with the row, which the two functions below rest on.
 FLASH_ATTN3_HOST_DEVICE KeyRange visible_keys(const Mask& mask, int32_t row, int32_t q_len,
                                               int32_t k_len) {
-  const int32_t position = row + k_len - q_len;
+  const int32_t position = row - q_len + k_len;  // in this order nothing wraps
   KeyRange keys{0, k_len - 1};
   if (mask.window_left >= 0) keys.lo = larger(0, position - mask.window_left);
   if (mask.window_right >= 0) keys.hi = smaller(keys.hi, position + mask.window_right);

@@ -54,8 +54,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
       : "memory");
 }
 
-// --- launches that overlap
-// ------------------------------------------------------------------------
+// --- launches that overlap ----------------------------------------------------------------------
 
 // Until every kernel that this one was launched after has ended, where the launch allowed an early
 // start: before any global memory is touched.

@@ -14,7 +14,7 @@
 
 namespace flash_attn3 {
 
-// One KV block of the stream, as this warpgroup sees it. Three of them are alive at a time, so the
+// One KV block of the stream, as this warpgroup sees it. Two of them are alive at a time, so the
 // flags share a register.
 struct StreamBlock {
   static constexpr uint32_t kFirst = 16;   // of its tile: softmax and O start anew
@@ -286,7 +286,7 @@ struct FwdConsumer {
       if (T::kConsumers == 2 && params.mask.window_left < 0 && params.mask.chunk == 0) [[likely]] {
         const int keys = tile.k_len - first_column;
         const int right = params.mask.window_right;
-        const int end = row + keys - tile.q_len + right + 1;  // of the first of both rows
+        const int end = row - tile.q_len + keys + right + 1;  // of the first of both rows
         seen[0] = columns_below(right < 0 ? keys : smaller(keys, end));
         seen[1] = columns_below(right < 0 ? keys : smaller(keys, end + 8));
       } else {

@@ -123,9 +123,9 @@ Status launch_fwd(const FwdParams& in, const FwdContext& context, cudaStream_t s
     return {};
   }
   status = encode_fwd_maps<T>(in, &params);
-  if (status.ok()) status = prepare_workspace(in, params, T::kBlockM, stream);
+  if (status.ok()) status = prepare_tile_order(in, T::kBlockM, grid, stream, &params);
   if (!status.ok()) return status;
-  // The set-up of this kernel may run while the one before it ends.
+  // The set-up of this kernel may run while the one before it ends; not on the SMs left free.
   cudaLaunchAttribute early_start;
   early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early_start.val.programmaticStreamSerializationAllowed = 1;
@@ -135,7 +135,7 @@ Status launch_fwd(const FwdParams& in, const FwdContext& context, cudaStream_t s
   config.dynamicSmemBytes = fwd_shared_bytes<T>();
   config.stream = stream;
   config.attrs = &early_start;
-  config.numAttrs = 1;
+  config.numAttrs = in.sm_margin == 0 ? 1 : 0;
   const cudaError_t error = cudaLaunchKernelEx(&config, fwd_kernel<T>, params);
   return error == cudaSuccess ? Status{} : cuda_status("launching the forward kernel", error);
 }

@@ -13,7 +13,7 @@ namespace flash_attn3 {
 enum class TileOrder : int32_t {
   kStatic = 0,  // dense: CTA c takes tiles c, c + grid, ...; every other round reversed where tiles
                 // differ in length
-  kDynamic = 1,  // dense: an atomic counter in the workspace
+  kDynamic = 1,  // dense: an atomic counter
   kRagged = 2,   // the workspace holds a prefix sum of the sequences' tiles, and the counter
 };
 
@@ -46,6 +46,8 @@ struct FwdKernelParams {
   const int32_t* seqused_q;
   const int32_t* seqused_k;
   int32_t* workspace;
+  int32_t* counter;  // of claimed tiles; it returns to 0 after last_claim (claim_counter.h)
+  uint32_t last_claim;
 
   Strides out_strides;
   int64_t lse_batch_stride;

@@ -49,7 +49,7 @@ struct FwdScheduler {
       fetched = round * grid + (turn ? grid - 1 - int(blockIdx.x) : int(blockIdx.x));
       ++round;
     } else if (lane == 0) {
-      fetched = atomicAdd(params.workspace + RaggedPlan::kCounter, 1);
+      fetched = int(atomicInc(reinterpret_cast<unsigned*>(params.counter), params.last_claim));
     }
     return __shfl_sync(0xffffffffu, fetched, 0);
   }
