@@ -6,6 +6,7 @@ FLASH_ATTN3_BACKWARD=kernels.
 """
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -347,17 +348,21 @@ def test_selective_checkpointing(compiled):
         keep = op is saved
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
     def checkpointed(*tensors):
-        return checkpoint(attend, *tensors, use_reentrant=False, context_fn=lambda:
-                          create_selective_checkpoint_contexts(policy))
+        return checkpoint(attend, *tensors, use_reentrant=False, context_fn=contexts)
 
     function = torch.compile(checkpointed, backend="aot_eager") if compiled else checkpointed
     expected = torch.autograd.grad(attend(*leaves), leaves, dout)
     out = function(*leaves)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         got = torch.autograd.grad(out, leaves, dout)
+        torch.cuda.synchronize()
     assert_same_bits(got, expected)
-    assert not any("flash_attn3::fwd" in e.key for e in profile.key_averages())
+    launched = [e.key for e in profile.key_averages()]
+    assert any("bwd_kernel" in key for key in launched), launched
+    assert not any("fwd_kernel" in key for key in launched), launched
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
