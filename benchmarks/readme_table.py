@@ -23,8 +23,9 @@ def cell(value: float | None) -> str:
 
 def markdown(data: dict) -> str:
     lines = [
-        f"Measured on {data['device']} (driver {data['driver']}, torch {data['torch']}, commit "
-        f"{data['commit']}, {data['date']}); {data['unit']}, bf16, 16,384 tokens, hidden 2048.",
+        f"Measured on {data['device']} (driver {data['driver']}, torch {data['torch']}),",
+        f"commit {data['commit']}, {data['date']}; {data['unit']}, bf16, 16,384 tokens, "
+        "hidden 2048.",
         "",
         "| D | mask | S | flash_attn3 | " + " | ".join(TITLES[p] for p in PEERS) + " | ratio |",
         "|---" * (5 + len(PEERS)) + "|",
