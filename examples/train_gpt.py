@@ -1,7 +1,7 @@
 """Train a small byte-level GPT on real text, with this package's attention and with PyTorch's.
 
-    python examples/train_gpt.py                        both, 500 steps, torch.compile and bf16 on a GPU
-    python examples/train_gpt.py --small --steps 40     a model for a CPU, under a minute
+    python examples/train_gpt.py                    both, 500 steps; bf16, torch.compile on a GPU
+    python examples/train_gpt.py --small --steps 40 a model for a CPU, under a minute
     python examples/train_gpt.py --layers 8 --heads 16 --head-dim 128 --seqlen 8192 --batch 2 \
         --steps 30 --attention-alone                    what a step gains from faster attention
 

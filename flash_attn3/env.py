@@ -1,7 +1,7 @@
 """Environment switches, read at each call (a test or a user may change them while running).
 
-Under torch.compile they are constants of the compiled code. FLASH_ATTN3_BACKWARD alone is read once,
-when the package is imported: the C++ autograd node asks for it in every backward.
+Under torch.compile they are constants of the compiled code. FLASH_ATTN3_BACKWARD alone is read
+once, when the package is imported: the C++ autograd node asks for it in every backward.
 """
 
 from __future__ import annotations

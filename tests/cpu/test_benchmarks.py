@@ -381,7 +381,8 @@ def test_readme_table_between_markers(tmp_path, monkeypatch):
     data["figures"] = [vars(figure) for figure in figures.evaluate(rows)]
     (tmp_path / "forward-x.json").write_text(results.dump(data))
     readme = tmp_path / "README.md"
-    readme.write_text(f"a\n{readme_table.BEGIN}\nold\n{readme_table.END}\nb\n")
+    begin, end = readme_table.BEGIN.format("forward"), readme_table.END.format("forward")
+    readme.write_text(f"a\n{begin}\nold\n{end}\nb\n")
     arguments = ["--readme", str(readme), "--results", str(tmp_path)]
     assert readme_table.main([*arguments, "--check"]) == 1
     assert readme_table.main(arguments) == 0

@@ -1,4 +1,4 @@
-"""benchmarks/backward.py without a GPU: cases, FLOPs, figures, and the whole command on stand-ins."""
+"""benchmarks/backward.py without a GPU: cases, FLOPs, figures, the whole command on stand-ins."""
 
 import json
 import sys
@@ -138,3 +138,23 @@ def test_main_on_cpu_stand_ins(tmp_path, monkeypatch, capsys):
     scale[0] = 1.1
     assert backward.main([*arguments, "--strict"]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+def test_the_readme_holds_the_backward_too(tmp_path, monkeypatch):
+    import readme_table
+
+    monkeypatch.setenv("FLASH_ATTN3_COMMIT", "abc")
+    measured = rows(0.95, 1.1, 1.2)
+    for one in measured:
+        one["ours"] = flops.tflops(one["flops"], one["ms"]["ours"])
+        one["peers"] = {"cudnn": 600.0}
+    data = {**results.header("backward"), "rows": measured, "reference": {}}
+    data["figures"] = [vars(figure) for figure in parts.evaluate(measured, 790.0)]
+    (tmp_path / "backward-x.json").write_text(results.dump(data))
+    readme = tmp_path / "README.md"
+    readme.write_text((REPO / "README.md").read_text())
+    assert readme_table.main(["--readme", str(readme), "--results", str(tmp_path)]) == 0
+    text = readme.read_text().split(readme_table.BEGIN.format("backward"))[1]
+    table = text.split(readme_table.END.format("backward"))[0]
+    assert table.count("| 1.05 |") == 36 and "best of FA4 and cuDNN" in table
+    assert "| ragged, 16 lengths, over dense S 2k: lowest | 0.833 | >= 0.80 | yes |" in table
