@@ -7,13 +7,16 @@ CHECK_DTYPES ?= bf16
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test build bench plots readme build-time compile-check clean
+.PHONY: help run train test build bench bench-backward plots readme build-time compile-check clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 run:  ## encode real sentences with a real model on this machine's best backend
 	@$(READY) run -- python examples/encode_sentences.py $(ARGS)
+
+train:  ## train a small GPT on these kernels beside PyTorch's attention
+	@$(READY) bench -- python examples/train_gpt.py $(ARGS)
 
 test:  ## all tests that this machine can run (ARGS="-k causal" picks some)
 	@$(READY) test -- python -m pytest $(ARGS)
@@ -23,6 +26,9 @@ build:  ## compile every kernel and the binding into the source tree, GPU or not
 
 bench:  ## measure the forward against the peers (needs the GPU); writes benchmarks/results
 	@$(READY) bench -- python benchmarks/forward.py $(ARGS)
+
+bench-backward:  ## measure the backward likewise; writes benchmarks/results/backward-*.json
+	@$(READY) bench -- python benchmarks/backward.py $(ARGS)
 
 build-time:  ## time and memory of a full build; writes benchmarks/results/build-*.json
 	@$(READY) build -- python benchmarks/build_time.py $(ARGS)

@@ -32,6 +32,18 @@ KERNEL_UNITS = (
     "fwd_fp16_d96",
     "fwd_bf16_d64",
     "fwd_fp16_d64",
+    "bwd_bf16_d256",
+    "bwd_fp16_d256",
+    "bwd_bf16_d192",
+    "bwd_fp16_d192",
+    "bwd_bf16_d192_128",
+    "bwd_fp16_d192_128",
+    "bwd_bf16_d128",
+    "bwd_fp16_d128",
+    "bwd_bf16_d96",
+    "bwd_fp16_d96",
+    "bwd_bf16_d64",
+    "bwd_fp16_d64",
 )
 
 MAX_UNITS = 48

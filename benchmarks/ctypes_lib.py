@@ -58,6 +58,52 @@ class FwdParams(ctypes.Structure):
     ]
 
 
+class BwdParams(ctypes.Structure):
+    _fields_ = [
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("out", c_void_p),
+        ("dout", c_void_p),
+        ("lse", c_void_p),
+        ("dlse", c_void_p),
+        ("dq", c_void_p),
+        ("dk", c_void_p),
+        ("dv", c_void_p),
+        ("cu_seqlens_q", c_void_p),
+        ("cu_seqlens_k", c_void_p),
+        ("seqused_q", c_void_p),
+        ("seqused_k", c_void_p),
+        ("workspace", c_void_p),
+        ("q_strides", Strides),
+        ("k_strides", Strides),
+        ("v_strides", Strides),
+        ("out_strides", Strides),
+        ("dout_strides", Strides),
+        ("dq_strides", Strides),
+        ("dk_strides", Strides),
+        ("dv_strides", Strides),
+        ("batch", c_int32),
+        ("max_seqlen_q", c_int32),
+        ("max_seqlen_k", c_int32),
+        ("total_q", c_int64),
+        ("total_k", c_int64),
+        ("heads", c_int32),
+        ("heads_kv", c_int32),
+        ("head_dim", c_int32),
+        ("head_dim_v", c_int32),
+        ("dtype", c_int32),
+        ("softmax_scale", c_float),
+        ("softcap", c_float),
+        ("window_left", c_int32),
+        ("window_right", c_int32),
+        ("attention_chunk", c_int32),
+        ("deterministic", c_int32),
+        ("device", c_int32),
+        ("sm_margin", c_int32),
+    ]
+
+
 class FwdPlan(ctypes.Structure):
     _fields_ = [
         (name, c_int32)
@@ -69,6 +115,11 @@ class FwdPlan(ctypes.Structure):
 
     def as_dict(self) -> dict[str, int]:
         return {name: getattr(self, name) for name, _ in self._fields_}
+
+
+class BwdPlan(ctypes.Structure):
+    _fields_ = FwdPlan._fields_
+    as_dict = FwdPlan.as_dict
 
 
 def _strides(tensor: torch.Tensor, ragged: bool) -> Strides:
@@ -101,6 +152,17 @@ class KernelLibrary:
         self._workspace_bytes = self._lib.flash_attn3_fwd_workspace_bytes
         self._workspace_bytes.argtypes = [ctypes.POINTER(FwdParams)]
         self._workspace_bytes.restype = c_int64
+        self._bwd = self._lib.flash_attn3_bwd
+        self._bwd.argtypes = [ctypes.POINTER(BwdParams), c_void_p, c_char_p, c_size_t]
+        self._bwd.restype = c_int
+        self._bwd_plan = self._lib.flash_attn3_bwd_plan
+        self._bwd_plan.argtypes = [
+            ctypes.POINTER(BwdParams), ctypes.POINTER(BwdPlan), c_char_p, c_size_t,
+        ]  # fmt: skip
+        self._bwd_plan.restype = c_int
+        self._bwd_workspace_bytes = self._lib.flash_attn3_bwd_workspace_bytes
+        self._bwd_workspace_bytes.argtypes = [ctypes.POINTER(BwdParams)]
+        self._bwd_workspace_bytes.restype = c_int64
         self._lib.flash_attn3_build_info.restype = c_char_p
 
     def build_info(self) -> str:
@@ -108,6 +170,9 @@ class KernelLibrary:
 
     def prepare(self, q, k, v, **options) -> PreparedForward:
         return PreparedForward(self, q, k, v, **options)
+
+    def prepare_backward(self, dout, q, k, v, out, lse, **options) -> PreparedBackward:
+        return PreparedBackward(self, dout, q, k, v, out, lse, **options)
 
 
 def _raise(code: int, message: bytes) -> None:
@@ -225,3 +290,125 @@ class PreparedForward:
         if code:
             _raise(code, self._message.value)
         return self.out
+
+
+def _for_tma(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where the library cannot take its layout (a stride of 0, say)."""
+    strides = [s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1]) if n > 1]
+    fits = tensor.stride(-1) == 1 and all(s > 0 and s % 8 == 0 for s in strides)
+    return tensor if fits and tensor.data_ptr() % 16 == 0 else tensor.contiguous()
+
+
+class PreparedBackward:
+    """A backward call with its parameters filled in, as PreparedForward is a forward call."""
+
+    def __init__(
+        self,
+        library: KernelLibrary,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        dlse: torch.Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        attention_chunk: int = 0,
+        softcap: float = 0.0,
+        deterministic: bool = False,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        seqused_q: torch.Tensor | None = None,
+        seqused_k: torch.Tensor | None = None,
+        sm_margin: int = 0,
+    ):
+        self._library = library
+        ragged_q, ragged_k = cu_seqlens_q is not None, cu_seqlens_k is not None
+        dout = _for_tma(dout)
+        heads, head_dim = q.shape[-2:]
+        heads_kv, head_dim_v = v.shape[-2:]
+        self.dq, self.dk, self.dv = (torch.empty_like(t).contiguous() for t in (q, k, v))
+        if ragged_q:
+            batch = cu_seqlens_q.numel() - 1
+        else:
+            batch, max_seqlen_q = q.shape[0], q.shape[1]
+        if not ragged_k:
+            max_seqlen_k = k.shape[1]
+        # What the pointers in the structure refer to must live as long as it does.
+        self._keep = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, seqused_q,
+                      seqused_k)
+        self.params = BwdParams(
+            q=q.data_ptr(),
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            out=out.data_ptr(),
+            dout=dout.data_ptr(),
+            lse=lse.data_ptr(),
+            dlse=_pointer(dlse),
+            dq=self.dq.data_ptr(),
+            dk=self.dk.data_ptr(),
+            dv=self.dv.data_ptr(),
+            cu_seqlens_q=_pointer(cu_seqlens_q),
+            cu_seqlens_k=_pointer(cu_seqlens_k),
+            seqused_q=_pointer(seqused_q),
+            seqused_k=_pointer(seqused_k),
+            workspace=None,
+            q_strides=_strides(q, ragged_q),
+            k_strides=_strides(k, ragged_k),
+            v_strides=_strides(v, ragged_k),
+            out_strides=_strides(out, ragged_q),
+            dout_strides=_strides(dout, ragged_q),
+            dq_strides=_strides(self.dq, ragged_q),
+            dk_strides=_strides(self.dk, ragged_k),
+            dv_strides=_strides(self.dv, ragged_k),
+            batch=batch,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            total_q=q.shape[0] if ragged_q else 0,
+            total_k=k.shape[0] if ragged_k else 0,
+            heads=heads,
+            heads_kv=heads_kv,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dtype=DTYPE_CODES[q.dtype],
+            softmax_scale=1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale,
+            softcap=softcap,
+            window_left=window_size[0],
+            window_right=0 if causal else window_size[1],
+            attention_chunk=attention_chunk,
+            deterministic=int(deterministic),
+            device=q.device.index or 0,
+            sm_margin=sm_margin,
+        )
+        self._by_reference = ctypes.byref(self.params)
+        self._message = ctypes.create_string_buffer(MESSAGE_SIZE)
+        workspace_bytes = library._bwd_workspace_bytes(self._by_reference)
+        # At least a byte: a call that the library refuses says why itself.
+        self.workspace = torch.empty(max(workspace_bytes, 16), dtype=torch.uint8, device=q.device)
+        self.params.workspace = self.workspace.data_ptr()
+
+    def poison(self) -> None:
+        for tensor in (self.dq, self.dk, self.dv):
+            tensor.fill_(float("nan"))
+        self.workspace.fill_(255)
+
+    def plan(self) -> BwdPlan:
+        plan = BwdPlan()
+        code = self._library._bwd_plan(
+            self._by_reference, ctypes.byref(plan), self._message, MESSAGE_SIZE
+        )
+        if code:
+            _raise(code, self._message.value)
+        return plan
+
+    def __call__(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        stream = torch.cuda.current_stream(self.dq.device).cuda_stream
+        code = self._library._bwd(self._by_reference, stream, self._message, MESSAGE_SIZE)
+        if code:
+            _raise(code, self._message.value)
+        return self.dq, self.dk, self.dv

@@ -1,4 +1,4 @@
-"""Floating-point operations, visible blocks and bytes of one attention forward call."""
+"""Floating-point operations, visible blocks and bytes of one attention call."""
 
 from __future__ import annotations
 
@@ -59,7 +59,25 @@ def forward_flops(
     a window counts the pairs that it leaves visible.
     """
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
-    per_pair = 2 * (head_dim + head_dim_v) * heads
+    return _count(lengths, 2 * (head_dim + head_dim_v) * heads, causal, window)
+
+
+def backward_flops(
+    lengths: Iterable[tuple[int, int]],
+    heads: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (UNLIMITED, UNLIMITED),
+) -> int:
+    """As forward_flops: 2*D each for QK^T, dQ and dK, 2*Dv each for dO V^T and dV per pair."""
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    return _count(lengths, 2 * (3 * head_dim + 2 * head_dim_v) * heads, causal, window)
+
+
+def _count(
+    lengths: Iterable[tuple[int, int]], per_pair: int, causal: bool, window: tuple[int, int]
+) -> int:
     total = 0
     for seqlen_q, seqlen_k in lengths:
         if window == (UNLIMITED, UNLIMITED):

@@ -1,4 +1,4 @@
-"""Draw benchmarks/results/forward-*.json as one picture each, beside the file; needs no GPU.
+"""Draw benchmarks/results/{forward,backward}-*.json, a picture each beside the file; needs no GPU.
 
     python benchmarks/plot.py [FILE.json ...]
 """
@@ -57,7 +57,10 @@ def draw(source: Path) -> Path | None:
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
     axes[0][0].legend()
-    figure.suptitle(f"Forward, bf16, 16,384 tokens, {data['device']}, commit {data['commit']}")
+    figure.suptitle(
+        f"{data['what'].capitalize()}, bf16, 16,384 tokens, {data['device']}, "
+        f"commit {data['commit']}"
+    )
     figure.tight_layout()
     target = source.with_suffix(".png")
     figure.savefig(target, dpi=130)
@@ -66,7 +69,7 @@ def draw(source: Path) -> Path | None:
 
 
 def main() -> int:
-    files = [Path(a) for a in sys.argv[1:]] or sorted(RESULTS.glob("forward-*.json"))
+    files = [Path(a) for a in sys.argv[1:]] or sorted(RESULTS.glob("*ward-*.json"))
     if not files:
         print(f"no forward-*.json in {RESULTS}: run benchmarks/forward.py on a GPU first")
         return 1

@@ -1,4 +1,4 @@
-"""Put the table and the figures of benchmarks/results/forward-*.json between README's markers.
+"""Put tables and figures of benchmarks/results/{forward,backward}-*.json between README's markers.
 
     python benchmarks/readme_table.py [--check]     --check: exit code 1 if the README is stale
 """
@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- forward figures: begin -->", "<!-- forward figures: end -->"
-PEERS = ("fa2", "fa3", "fa4", "cudnn")
+BEGIN, END = "<!-- {} figures: begin -->", "<!-- {} figures: end -->"
+# What is measured, and its peers (FA3's wheel has no backward).
+PEERS = {"forward": ("fa2", "fa3", "fa4", "cudnn"), "backward": ("fa2", "fa4", "cudnn")}
 TITLES = {"fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "cudnn": "cuDNN"}
 VERDICTS = {True: "yes", False: "**no**", None: "not measured"}
 
@@ -22,25 +23,30 @@ def cell(value: float | None) -> str:
 
 
 def markdown(data: dict) -> str:
+    columns = PEERS[data["what"]]
+    compared = [p for p in columns if p != "fa2"]
     lines = [
-        f"Measured on {data['device']} (driver {data['driver']}, torch {data['torch']}, commit "
-        f"{data['commit']}, {data['date']}); {data['unit']}, bf16, 16,384 tokens, hidden 2048.",
+        f"Measured on {data['device']} (driver {data['driver']}, torch {data['torch']}),",
+        f"commit {data['commit']}, {data['date']}; {data['unit']}, bf16, 16,384 tokens, "
+        "hidden 2048.",
         "",
-        "| D | mask | S | flash_attn3 | " + " | ".join(TITLES[p] for p in PEERS) + " | ratio |",
-        "|---" * (5 + len(PEERS)) + "|",
+        "| D | mask | S | flash_attn3 | " + " | ".join(TITLES[p] for p in columns) + " | ratio |",
+        "|---" * (5 + len(columns)) + "|",
     ]
     for row in data["rows"]:
         config, peers = row["config"], row["peers"]
         if config.get("case") != "dense" or config["dtype"] != "bf16":
             continue
-        best = max((peers.get(p) or 0 for p in ("fa3", "fa4", "cudnn")), default=0)
+        best = max((peers.get(p) or 0 for p in compared), default=0)
         ratio = f"{row['ours'] / best:.2f}" if best and row["ours"] else "-"
         mask = "causal" if config["causal"] else "full"
-        rates = " | ".join(cell(peers.get(p)) for p in PEERS)
+        rates = " | ".join(cell(peers.get(p)) for p in columns)
         lines.append(
             f"| {config['D']} | {mask} | {config['S']} | {cell(row['ours'])} | {rates} | {ratio} |"
         )
-    lines += ["", "ratio: to the best of FA3, FA4 and cuDNN in the same run.", ""]
+    names = [TITLES[p] for p in compared]
+    best_of = f"{', '.join(names[:-1])} and {names[-1]}"
+    lines += ["", f"ratio: to the best of {best_of} in the same run.", ""]
     if data.get("figures"):
         lines += ["| figure | measured | asked | met |", "|---|---|---|---|"]
         for figure in data["figures"]:
@@ -53,11 +59,12 @@ def markdown(data: dict) -> str:
     return "\n".join(lines).strip()
 
 
-def insert(readme: str, text: str) -> str:
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"README.md must hold {BEGIN} and {END} once each")
-    before, rest = readme.split(BEGIN)
-    return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
+def insert(readme: str, text: str, what: str = "forward") -> str:
+    begin, end = BEGIN.format(what), END.format(what)
+    if readme.count(begin) != 1 or readme.count(end) != 1:
+        raise ValueError(f"README.md must hold {begin} and {end} once each")
+    before, rest = readme.split(begin)
+    return f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,17 +73,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--readme", type=Path, default=REPO / "README.md")
     parser.add_argument("--results", type=Path, default=REPO / "benchmarks" / "results")
     args = parser.parse_args(argv)
-    files = sorted(args.results.glob("forward-*.json"))
-    if not files:
+    old = new = args.readme.read_text()
+    found = {what: sorted(args.results.glob(f"{what}-*.json")) for what in PEERS}
+    if not any(found.values()):
         print(f"no forward-*.json in {args.results}: run benchmarks/forward.py on a GPU first")
         return 1
-    text = "\n\n".join(markdown(json.loads(file.read_text())) for file in files)
-    old = args.readme.read_text()
-    try:
-        new = insert(old, text)
-    except ValueError as error:
-        print(error)
-        return 1
+    for what, files in found.items():
+        if not files:
+            continue
+        text = "\n\n".join(markdown(json.loads(file.read_text())) for file in files)
+        try:
+            new = insert(new, text, what)
+        except ValueError as error:
+            print(error)
+            return 1
     if args.check:
         if new != old:
             print("README.md does not hold the figures of benchmarks/results; run `make readme`")

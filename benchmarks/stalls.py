@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 ENDS = {"BRA", "WARPGROUP", "BAR", "EXIT"}
-SHOWN = {"MUFU", "FMNMX", "HGMMA", "FADD", "F2FP", "STL", "LDL"}
+SHOWN = {"MUFU", "FMNMX", "HGMMA", "FADD", "F2FP", "STSM", "REDG", "LDS", "STL", "LDL"}
 
 
 def read_instructions(path: Path) -> tuple[list[str], list[list[str]]]:

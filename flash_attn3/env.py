@@ -1,6 +1,7 @@
 """Environment switches, read at each call (a test or a user may change them while running).
 
-Under torch.compile they are constants of the compiled code.
+Under torch.compile they are constants of the compiled code. FLASH_ATTN3_BACKWARD alone is read
+once, when the package is imported: the C++ autograd node asks for it in every backward.
 """
 
 from __future__ import annotations
@@ -11,6 +12,19 @@ from typing import Optional
 import torch
 
 BACKENDS = ("sm90", "aten_flash", "aten_cpu_flash", "aten_efficient", "flex", "blockwise")
+
+BACKWARDS = ("kernels", "torch")
+# "torch" until the binding of the backward kernels has run on a GPU.
+DEFAULT_BACKWARD = "torch"
+
+
+def read_backward() -> str:
+    """FLASH_ATTN3_BACKWARD: whose kernels compute gradients where this build has its own."""
+    name = os.environ.get("FLASH_ATTN3_BACKWARD", "") or DEFAULT_BACKWARD
+    if name not in BACKWARDS:
+        raise ValueError(
+            f"FLASH_ATTN3_BACKWARD is {name!r}; accepted: {', '.join(BACKWARDS)}, or unset")
+    return name
 
 
 def _read_forced_backend() -> Optional[str]:

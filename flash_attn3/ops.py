@@ -1,9 +1,10 @@
-"""The operators flash_attn3::fwd, fwd_out and bwd: what C++ does not register of them.
+"""The operators flash_attn3::fwd, fwd_out, bwd and bwd_torch: what C++ does not register of them.
 
 - `_C` is the compiled module, or None; `load_error` then says why in one sentence, and the
   schemas are defined here instead, so that fake tensors and export work without it.
-- Fakes of all three.
-- The CUDA implementation of bwd, by PyTorch's kernels, until this project's backward exists.
+- Fakes of all.
+- bwd_torch, the gradients by PyTorch's kernels: bwd calls it where this project's kernels don't
+  cover a call, or FLASH_ATTN3_BACKWARD asks for it (`use_backward`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from . import env
 from .backends import blockwise_backward, torch_attn
 from .backends.call import lse_shape, make_call
 
@@ -28,13 +30,17 @@ OPTIONS_SCHEMA = (
     "SymInt window_left, SymInt window_right, SymInt attention_chunk, float softcap, "
     "bool deterministic, SymInt sm_margin"
 )
+_BACKWARD_SCHEMA = (
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{OPTIONS_SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv)"
+)
 # The same text as in csrc/api/library.cpp; tests/cpu/test_ops_fake.py compares the two.
 SCHEMAS = {
     "fwd": f"fwd(Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}) -> (Tensor out, Tensor lse)",
     "fwd_out": f"fwd_out(Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}, "
                "Tensor(a!) out, Tensor(b!) lse) -> ()",
-    "bwd": "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-           f"{OPTIONS_SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "bwd": f"bwd{_BACKWARD_SCHEMA}",
+    "bwd_torch": f"bwd_torch{_BACKWARD_SCHEMA}",
 }
 
 # ---- the compiled module -------------------------------------------------------------------------
@@ -90,6 +96,21 @@ def _load() -> tuple[Optional[ModuleType], Optional[str]]:
 
 _C, load_error = _load()
 
+
+def use_backward(name: str) -> str:
+    """Choose whose kernels compute gradients, "kernels" or "torch"; returns what was chosen before.
+
+    Overrides FLASH_ATTN3_BACKWARD in this process. Without compiled kernels it is "torch" always.
+    """
+    if name not in env.BACKWARDS:
+        raise ValueError(f"name is {name!r}; expected one of {', '.join(env.BACKWARDS)}")
+    if _C is None:
+        return "torch"
+    return "kernels" if _C.use_backward_kernels(name == "kernels") else "torch"
+
+
+use_backward(env.read_backward())
+
 # A fragment: C++ defines the operators when it is there, backends/operators.py the fallback ones.
 _library = torch.library.Library("flash_attn3", "FRAGMENT")
 
@@ -106,8 +127,30 @@ def _fake_fwd_out(q, k, v, *rest) -> None:
     return None
 
 
+def _keeps_layout(t: Tensor) -> bool:
+    """Whether the gradient of t lies as t does: no holes, a unit last stride. Else contiguous.
+
+    The rule of csrc/api/bwd.cpp: there the kernel can write, and no copy follows in the backward
+    of a transpose.
+    """
+    if t.is_contiguous() or t.stride(-1) != 1:
+        return False
+    dense = 1
+    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape) if n != 1):
+        if stride != dense:
+            return False
+        dense *= size
+    return True
+
+
+def _gradient_like(t: Tensor) -> Tensor:
+    if _keeps_layout(t):
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+    return t.new_empty(t.shape)
+
+
 def _fake_bwd(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return _gradient_like(q), _gradient_like(k), _gradient_like(v)
 
 
 # ---- backward on CUDA, by PyTorch's kernels ------------------------------------------------------
@@ -120,9 +163,20 @@ def _check_shape(t: Tensor, name: str, expected: tuple, device: torch.device) ->
         raise ValueError(f"{name} is on {t.device}; expected {device}, where q is")
 
 
-def _bwd_cuda(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-              max_seqlen_q, max_seqlen_k, *rest):
-    """flash_attn3::bwd: dq, dk, dv, contiguous; zero in rows outside of every sequence."""
+def _bwd_torch(dout, dlse, q, k, v, out, lse, *options):
+    """flash_attn3::bwd_torch: dq, dk, dv; zero in rows outside of every sequence."""
+    grads = _bwd_by_torch(dout, dlse, q, k, v, out, lse, *options)
+    return tuple(_laid_out_like(t, grad) for t, grad in zip((q, k, v), grads))
+
+
+def _laid_out_like(t: Tensor, grad: Tensor) -> Tensor:
+    if not _keeps_layout(t):
+        return grad.contiguous()
+    return grad if grad.stride() == t.stride() else _gradient_like(t).copy_(grad)
+
+
+def _bwd_by_torch(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+                  max_seqlen_q, max_seqlen_k, *rest):
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     options = (*lengths, max_seqlen_q, max_seqlen_k, *rest)
     out_shape = (*q.shape[:-1], v.shape[-1])
@@ -184,13 +238,14 @@ def _register() -> None:
     torch.library.register_fake("flash_attn3::fwd", _fake_fwd, lib=_library)
     torch.library.register_fake("flash_attn3::fwd_out", _fake_fwd_out, lib=_library)
     torch.library.register_fake("flash_attn3::bwd", _fake_bwd, lib=_library)
+    torch.library.register_fake("flash_attn3::bwd_torch", _fake_bwd, lib=_library)
     if _C is None:
         torch.library.register_autograd(
             "flash_attn3::fwd", _backward, setup_context=_setup_context, lib=_library)
         torch.library.register_autograd(
             "flash_attn3::bwd", _no_second_derivative, lib=_library)
     else:
-        _library.impl("bwd", _bwd_cuda, "CUDA")
+        _library.impl("bwd_torch", _bwd_torch, "CUDA")
 
 
 _register()

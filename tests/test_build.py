@@ -109,10 +109,13 @@ def test_one_head_dim_and_dtype():
         "FLASH_ATTN3_HEAD_DIMS": "128", "FLASH_ATTN3_DTYPES": "bf16", "FLASH_ATTN3_PASSES": "fwd",
     }
     assert names(units.select_units(environ)) == ["fwd_bf16_d128"]
+    environ["FLASH_ATTN3_PASSES"] = "fwd bwd"
+    assert names(units.select_units(environ)) == ["fwd_bf16_d128", "bwd_bf16_d128"]
 
 
 def test_pairs_of_head_dims_are_chosen_on_their_own():
-    environ = {"FLASH_ATTN3_HEAD_DIMS": "192_128, 64", "FLASH_ATTN3_DTYPES": "FP16"}
+    environ = {"FLASH_ATTN3_HEAD_DIMS": "192_128, 64", "FLASH_ATTN3_DTYPES": "FP16",
+               "FLASH_ATTN3_PASSES": "fwd"}
     chosen = units.select_units(environ)
     assert sorted(names(chosen)) == ["fwd_fp16_d192_128", "fwd_fp16_d64"]
 
@@ -122,7 +125,7 @@ def test_pairs_of_head_dims_are_chosen_on_their_own():
     [
         ("FLASH_ATTN3_HEAD_DIMS", "80", "64, 96, 128, 192, 192_128, 256"),
         ("FLASH_ATTN3_DTYPES", "bf16,float32", "bf16, e4m3, fp16"),
-        ("FLASH_ATTN3_PASSES", "sideways", "fwd"),
+        ("FLASH_ATTN3_PASSES", "sideways", "bwd, fwd"),
         ("FLASH_ATTN3_HEAD_DIMS", ",", "64, 96"),
     ],
 )
@@ -330,7 +333,10 @@ def made_up_build(folder, selected):
 
 
 def test_the_ninja_file_compiles_the_selected_units_and_tells_the_host(tmp_path):
-    selected = units.select_units({"FLASH_ATTN3_HEAD_DIMS": "64", "FLASH_ATTN3_DTYPES": "bf16"})
+    environ = {
+        "FLASH_ATTN3_HEAD_DIMS": "64", "FLASH_ATTN3_DTYPES": "bf16", "FLASH_ATTN3_PASSES": "fwd",
+    }
+    selected = units.select_units(environ)
     text = kernel_library.ninja_text(made_up_build(tmp_path, selected), tmp_path / "cutlass")
     compiled = [line for line in text.splitlines() if ": compile " in line]
     assert sum("csrc/instantiations/" in line for line in compiled) == 1

@@ -19,7 +19,7 @@ units = build_modules.load("units")
 
 ROOT = build_modules.ROOT
 GIVEN = os.environ.get("FLASH_ATTN3_SASS_LIBRARY")
-MAIN_KERNEL = "fwd_kernel"
+MAIN_KERNELS = ("fwd_kernel", "bwd_kernel")
 # A TMA load of a tensor tile, setmaxnreg; and wgmma, of 16 or of 8 bits.
 REQUIRED = ("GMMA", "UTMALDG", "USETMAXREG")
 LOCAL_MEMORY = re.compile(r"\b(STL|LDL)\b")
@@ -85,8 +85,8 @@ def resources():
 
 
 def main_kernels(names):
-    kernels = [name for name in names if MAIN_KERNEL in name]
-    assert kernels, f"no {MAIN_KERNEL} in the library"
+    kernels = [name for name in names if any(kernel in name for kernel in MAIN_KERNELS)]
+    assert kernels, f"none of {MAIN_KERNELS} is in the library"
     return kernels
 
 

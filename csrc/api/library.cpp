@@ -1,5 +1,5 @@
-// The operators: schemas, and which function serves which dispatch key. The fakes, and the backward
-// until it has a kernel, are registered from flash_attn3/ops.py.
+// The operators: schemas, and which function serves which dispatch key. The fakes, and
+// bwd_torch (the backward by PyTorch's kernels), are registered from flash_attn3/ops.py.
 //
 // Autocast: no kernel is registered for it, so the dtype of a call is left alone, as with every
 // other attention operator of this kind. q, k and v of mixed dtypes raise under autocast too.
@@ -40,6 +40,11 @@ const c10::TypedOperatorHandle<BwdSignature>& bwd_op() {
   return op;
 }
 
+const c10::TypedOperatorHandle<BwdSignature>& bwd_torch_op() {
+  static const auto op = find<BwdSignature>("flash_attn3::bwd_torch");
+  return op;
+}
+
 TORCH_LIBRARY(flash_attn3, m) {
   const auto tags = std::vector<at::Tag>{at::Tag::pt2_compliant_tag};
   m.def("fwd(Tensor q, Tensor k, Tensor v, " FLASH_ATTN3_OPTION_SCHEMA
@@ -52,11 +57,16 @@ TORCH_LIBRARY(flash_attn3, m) {
       "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
       "lse, " FLASH_ATTN3_OPTION_SCHEMA ") -> (Tensor dq, Tensor dk, Tensor dv)",
       tags);
+  m.def(
+      "bwd_torch(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
+      "lse, " FLASH_ATTN3_OPTION_SCHEMA ") -> (Tensor dq, Tensor dk, Tensor dv)",
+      tags);
 }
 
 TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
   m.impl("fwd", &fwd_cuda);
   m.impl("fwd_out", &fwd_out_cuda);
+  m.impl("bwd", &bwd_cuda);
 }
 
 TORCH_LIBRARY_IMPL(flash_attn3, Autograd, m) {

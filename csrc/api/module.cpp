@@ -6,6 +6,7 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/version.h>
@@ -309,6 +310,27 @@ PYBIND11_MODULE(_C, m) {
       },
       "Whether this build holds a forward kernel for these; asked of a Hopper device.",
       py::arg("dtype"), py::arg("head_dim"), py::arg("head_dim_v"), py::arg("device") = 0);
+  m.def("use_backward_kernels", &use_backward_kernels,
+        "Whether flash_attn3::bwd may take this project's kernels; returns what it was before.",
+        py::arg("on"));
+  m.def(
+      "backward_refusal",
+      [](const std::string& dtype, int64_t head_dim, int64_t head_dim_v,
+         std::optional<int64_t> device) {
+        at::ScalarType type = at::kFloat;
+        if (dtype != "fp32") {
+          if (dtype != "bf16" && dtype != "fp16") {
+            throw py::value_error("dtype is '" + dtype + "'; expected 'bf16', 'fp16' or 'fp32'");
+          }
+          type = dtype == "fp16" ? at::kHalf : at::kBFloat16;
+        }
+        std::optional<c10::DeviceIndex> index;
+        if (device.has_value()) index = static_cast<c10::DeviceIndex>(*device);
+        return backward_refusal(type, head_dim, head_dim_v, index);
+      },
+      "Why the backward of a call does not take this project's kernels; empty if it does. Without "
+      "a device, a Hopper GPU is assumed.",
+      py::arg("dtype"), py::arg("head_dim"), py::arg("head_dim_v"), py::arg("device") = py::none());
   if (PyModule_AddFunctions(m.ptr(), kFastMethods) != 0) throw py::error_already_set();
 }
 

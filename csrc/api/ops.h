@@ -43,12 +43,26 @@ using BwdSignature = BwdResult(const Tensor& dout, const OptionalTensor& dlse, c
 const c10::TypedOperatorHandle<FwdSignature>& fwd_op();
 const c10::TypedOperatorHandle<FwdOutSignature>& fwd_out_op();
 const c10::TypedOperatorHandle<BwdSignature>& bwd_op();
+const c10::TypedOperatorHandle<BwdSignature>& bwd_torch_op();
 
 // fwd.cpp: the CUDA key.
 FwdResult fwd_cuda(const Tensor& q, const Tensor& k, const Tensor& v,
                    FLASH_ATTN3_OPTION_PARAMETERS(int64_t));
 void fwd_out_cuda(const Tensor& q, const Tensor& k, const Tensor& v,
                   FLASH_ATTN3_OPTION_PARAMETERS(int64_t), const Tensor& out, const Tensor& lse);
+
+// bwd.cpp: the CUDA key.
+BwdResult bwd_cuda(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q, const Tensor& k,
+                   const Tensor& v, const Tensor& out, const Tensor& lse,
+                   FLASH_ATTN3_OPTION_PARAMETERS(int64_t));
+
+// Whether flash_attn3::bwd may take this project's kernels; returns what it was before.
+bool use_backward_kernels(bool on);
+
+// Why the backward of a call does not take this project's kernels; empty if it does. Without a
+// device, those of a Hopper GPU are assumed.
+std::string backward_refusal(at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v,
+                             std::optional<c10::DeviceIndex> device);
 
 // autograd.cpp: the Autograd key, and for fwd_out ADInplaceOrView too.
 FwdSignature fwd_autograd;

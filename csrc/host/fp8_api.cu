@@ -1,5 +1,4 @@
 // The e4m3 forward's half of the C interface: checks and choice of the instantiation.
-#include "host/call.h"
 #include "host/fp8_dispatch.h"
 #include "kernels/fp8/value_layout.h"
 

@@ -1,7 +1,7 @@
 // The quantising half of the C interface.
 #include <atomic>
 
-#include "host/call.h"
+#include "host/fwd_dispatch.h"
 #include "kernels/fp8/quantize.h"
 
 namespace flash_attn3 {

@@ -1,10 +1,9 @@
 // The forward half of the C interface: checks, choice of the instantiation, run-time parameters.
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <string>
 
-#include "host/call.h"
+#include "host/bwd_dispatch.h"
 #include "host/claim_counter.h"
 #include "host/fp8_dispatch.h"
 #include "host/fwd_dispatch.h"
@@ -12,22 +11,13 @@
 #include "kernels/attn/online_softmax.h"
 
 namespace flash_attn3 {
-
 namespace {
-
-constexpr int32_t kUnlimited = -1;
-constexpr int32_t kMostRows = 1 << 30;
-constexpr int32_t kLongestWindow = kMostRows - 1024;  // added to a row's position it does not wrap
 
 // Dynamic order pays where tiles differ in length, and are many enough to differ in their sums.
 constexpr double kDynamicOrderMinimumFlops = 2.0e9;
 
 // Tiles of so many keys are short (FwdKernelParams::claim_ahead).
 constexpr int32_t kShortTileKeys = 1536;
-
-int32_t bounded_window(int32_t window) {
-  return window < 0 ? kUnlimited : window > kLongestWindow ? kLongestWindow : window;
-}
 
 bool is_ragged_q(const FwdParams& in) { return in.cu_seqlens_q != nullptr; }
 
@@ -79,10 +69,6 @@ const CompiledKernel kCompiled[] = {
 #endif
     {DType::kFloat16, 0, 0, nullptr}};
 
-const char* dtype_name(DType dtype) {
-  return dtype == DType::kBFloat16 ? "bf16" : dtype == DType::kFloat16 ? "fp16" : "e4m3";
-}
-
 Status run(const FwdParams* in, cudaStream_t stream, FwdPlan* plan) {
   if (in == nullptr) return Status::invalid("params must not be null.");
   Status status = check_fwd(*in);
@@ -105,6 +91,14 @@ Status run(const FwdParams* in, cudaStream_t stream, FwdPlan* plan) {
 }
 
 }  // namespace
+
+Status hopper_context(int device, FwdContext* context) {
+  DeviceInfo info;
+  Status status = device_info(device, &info);
+  if (status.ok()) status = check_device(device, info);
+  *context = {info.sms, info.l2_bytes};
+  return status;
+}
 
 Status check_fwd(const FwdParams& in) {
   if (in.q == nullptr || in.k == nullptr || in.v == nullptr || in.out == nullptr ||
@@ -268,7 +262,7 @@ const char* flash_attn3_build_info() {
       text += std::string(" ") + dtype_name(kernel.dtype) + " (" + std::to_string(kernel.head_dim) +
               "," + std::to_string(kernel.head_dim_v) + ")";
     }
-    return text + compiled_e4m3();
+    return text + compiled_e4m3() + "; bwd:" + bwd_kernel_list();
   }();
   return info.c_str();
 }

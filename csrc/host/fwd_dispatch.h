@@ -3,23 +3,22 @@
 
 #include <cuda_runtime.h>
 
+#include "host/device.h"
 #include "host/params.h"
-#include "host/status.h"
 #include "kernels/fwd/fwd_params.h"
 
 namespace flash_attn3 {
-
-constexpr int kMaxDevices = 64;
 
 struct FwdContext {
   int sms;
   int64_t l2_bytes;
 };
 
-Status cuda_status(const char* doing, cudaError_t error);
-
 // What is wrong with a call, whatever its dtype.
 Status check_fwd(const FwdParams& in);
+
+// The device's size, or why these kernels do not run on it.
+Status hopper_context(int device, FwdContext* context);
 
 // True where tiles are handed out by an atomic counter (dense calls).
 bool wants_dynamic_order(const FwdParams& in);

@@ -117,6 +117,69 @@ struct QuantizeParams {
   int32_t device;
 };
 
+// The gradients of one forward call, whose tensors and options these are. A tensor is ragged
+// exactly when its cu_seqlens is given. Strides are multiples of 8 elements, pointers of 16 bytes.
+struct BwdParams {
+  const void* q;                // [B, Sq, H, D]   or [total_q, H, D]
+  const void* k;                // [B, Sk, Hk, D]  or [total_k, Hk, D]
+  const void* v;                // [B, Sk, Hk, Dv] or [total_k, Hk, Dv]
+  const void* out;              // [B, Sq, H, Dv]  or [total_q, H, Dv]
+  const void* dout;             // like out
+  const float* lse;             // [B, H, Sq]      or [H, total_q]
+  const float* dlse;            // like lse, or null: the loss does not depend on the LSE
+  void* dq;                     // like q; rows that no sequence uses get 0
+  void* dk;                     // like k
+  void* dv;                     // like v
+  const int32_t* cu_seqlens_q;  // [B + 1] or null
+  const int32_t* cu_seqlens_k;  // [B + 1] or null
+  const int32_t* seqused_q;     // [B] or null
+  const int32_t* seqused_k;     // [B] or null
+  void* workspace;              // flash_attn3_bwd_workspace_bytes() bytes, any content
+
+  Strides q_strides;
+  Strides k_strides;
+  Strides v_strides;
+  Strides out_strides;
+  Strides dout_strides;
+  Strides dq_strides;
+  Strides dk_strides;
+  Strides dv_strides;
+
+  int32_t batch;
+  int32_t max_seqlen_q;
+  int32_t max_seqlen_k;
+  int64_t total_q;
+  int64_t total_k;
+  int32_t heads;
+  int32_t heads_kv;
+  int32_t head_dim;
+  int32_t head_dim_v;
+  DType dtype;
+
+  float softmax_scale;
+  float softcap;
+  int32_t window_left;
+  int32_t window_right;
+  int32_t attention_chunk;
+  int32_t deterministic;  // not 0: dq is equal bit by bit from call to call (dk and dv always are)
+
+  int32_t device;
+  int32_t sm_margin;
+};
+
+struct BwdPlan {
+  int32_t tile_m;  // query rows a step
+  int32_t tile_n;  // keys a tile
+  int32_t head_dim;
+  int32_t head_dim_v;
+  int32_t stages;  // of Q
+  int32_t threads;
+  int32_t registers;
+  int32_t shared_bytes;
+  int32_t local_bytes;
+  int32_t grid;
+};
+
 }  // namespace flash_attn3
 
 #define FLASH_ATTN3_API extern "C" __attribute__((visibility("default")))
@@ -143,6 +206,14 @@ FLASH_ATTN3_API int flash_attn3_quantize(const flash_attn3::QuantizeParams* para
 // for 33 times as much: partial sums lie behind it.
 FLASH_ATTN3_API int flash_attn3_mean(const flash_attn3::QuantizeParams* params, float* mean,
                                      cudaStream_t stream, char* message, size_t message_size);
+// The same for the backward.
+FLASH_ATTN3_API int flash_attn3_bwd(const flash_attn3::BwdParams* params, cudaStream_t stream,
+                                    char* message, size_t message_size);
+FLASH_ATTN3_API int flash_attn3_bwd_plan(const flash_attn3::BwdParams* params,
+                                         flash_attn3::BwdPlan* plan, char* message,
+                                         size_t message_size);
+// 0 where flash_attn3_bwd would refuse the parameters.
+FLASH_ATTN3_API int64_t flash_attn3_bwd_workspace_bytes(const flash_attn3::BwdParams* params);
 
 // "nvcc 13.0.88; cutlass 4.2.0; fwd: bf16 (64,64) (128,128)...": what was compiled, one line.
 FLASH_ATTN3_API const char* flash_attn3_build_info();

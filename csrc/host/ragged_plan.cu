@@ -1,5 +1,6 @@
 #include "host/ragged_plan.h"
 
+#include "kernels/attn/block_prefix_sum.h"
 #include "kernels/attn/online_softmax.h"
 #include "kernels/fwd/fwd_scheduler.h"
 
@@ -8,33 +9,6 @@ namespace {
 
 constexpr int kPlanThreads = 1024;
 constexpr int kFillBlocks = 64;  // beside the planning one
-
-// Inclusive prefix sum over the block, not beyond `most`, so that overlapping sequences can make
-// neither more tiles than the tensor has nor a sum that wraps.
-__device__ int block_prefix_sum(int value, int most, int* warp_sums) {
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, value, distance);
-    if (lane >= distance) value = smaller(value + other, most);
-  }
-  if (lane == 31) warp_sums[warp] = value;
-  __syncthreads();
-  if (warp == 0) {
-    int sum = warp_sums[lane];
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = __shfl_up_sync(0xffffffffu, sum, distance);
-      if (lane >= distance) sum = smaller(sum + other, most);
-    }
-    warp_sums[lane] = sum;
-  }
-  __syncthreads();
-  const int before = warp == 0 ? 0 : warp_sums[warp - 1];
-  __syncthreads();
-  return smaller(before + value, most);
-}
 
 __device__ void plan_sequences(const FwdKernelParams& params, int tile_m) {
   __shared__ int warp_sums[32];

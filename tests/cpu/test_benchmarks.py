@@ -37,7 +37,8 @@ def struct_fields(name: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", [
-    "Strides", "FwdParams", "FwdPlan", "Fp8Scale", "Fp8Params", "QuantizeParams"])
+    "Strides", "FwdParams", "FwdPlan", "BwdParams", "BwdPlan", "Fp8Scale", "Fp8Params",
+    "QuantizeParams"])
 def test_ctypes_structures_repeat_params_h(name):
     codes = {
         "int32_t": ctypes_lib.c_int32,
@@ -386,7 +387,8 @@ def test_readme_table_between_markers(tmp_path, monkeypatch):
     data["figures"] = [vars(figure) for figure in figures.evaluate(rows)]
     (tmp_path / "forward-x.json").write_text(results.dump(data))
     readme = tmp_path / "README.md"
-    readme.write_text(f"a\n{readme_table.BEGIN}\nold\n{readme_table.END}\nb\n")
+    begin, end = readme_table.BEGIN.format("forward"), readme_table.END.format("forward")
+    readme.write_text(f"a\n{begin}\nold\n{end}\nb\n")
     arguments = ["--readme", str(readme), "--results", str(tmp_path)]
     assert readme_table.main([*arguments, "--check"]) == 1
     assert readme_table.main(arguments) == 0

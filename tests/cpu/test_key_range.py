@@ -1,4 +1,4 @@
-"""csrc/kernels/attn/key_range.h, compiled for the host and compared with brute force."""
+"""csrc/kernels/attn: key_range.h and query_range.h, compiled for the host, against brute force."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ CSRC = Path(__file__).parents[2] / "csrc"
 
 PROGRAM = r"""
 #include <cstdio>
-#include "kernels/attn/key_range.h"
+#include "kernels/attn/query_range.h"
 using namespace flash_attn3;
 
 // api.md, meanings 1 to 3, for one query and one key.
@@ -43,10 +43,20 @@ int main() {
           return 1;
         }
     }
+    for (int j = 0; j < sk; ++j) {
+      const QueryRange q = visible_queries(m, j, sq, sk);
+      for (int i = 0; i < sq; ++i, ++cases)
+        if ((i >= q.lo && i <= q.hi) != sees(m, i, j, sq, sk)) {
+          std::printf("queries: sq %d sk %d window %d %d chunk %d row %d key %d\n", sq, sk, l, r, c,
+                      i, j);
+          return 1;
+        }
+    }
     for (int first = 0; first < sq; first += tile) {
       const int last = smaller(first + tile, sq) - 1;
       const BlockRange visible = visible_blocks(m, first, last, sq, sk, block);
       const BlockRange plain = unmasked_blocks(m, first, last, sq, sk, block);
+      const int q_tile = first / tile;
       for (int n = 0; n * block < sk; ++n, ++cases) {
         bool any = false, all = (n + 1) * block <= sk;
         for (int i = first; i <= last; ++i)
@@ -56,6 +66,18 @@ int main() {
           }
         const bool in_visible = n >= visible.begin && n < visible.end;
         const bool in_plain = n >= plain.begin && n < plain.end;
+        // The backward goes the other way: from a KV block to its query tiles.
+        const int first_key = n * block, last_key = smaller(first_key + block, sk) - 1;
+        const BlockRange tiles = query_tiles(m, first_key, last_key, sq, sk, tile);
+        const BlockRange plain_tiles =
+            unmasked_query_tiles(m, first_key, first_key + block - 1, sq, sk, tile);
+        const bool from_keys = q_tile >= tiles.begin && q_tile < tiles.end;
+        const bool plain_from_keys = q_tile >= plain_tiles.begin && q_tile < plain_tiles.end;
+        if (from_keys != in_visible || plain_from_keys != all) {
+          std::printf("tiles: sq %d sk %d window %d %d chunk %d block %d rows %d-%d\n", sq, sk, l,
+                      r, c, n, first, last);
+          return 1;
+        }
         // A needed block must be visited, and one without mask code must need none.
         if ((any && !in_visible) || (in_plain && !all) || (all && !in_plain)) {
           std::printf("blocks: sq %d sk %d window %d %d chunk %d rows %d-%d block %d\n", sq, sk, l,

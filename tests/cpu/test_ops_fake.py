@@ -56,7 +56,7 @@ def qkv(*shape_q, heads_kv=2, head_dim_v=None, rows_k=None, dtype=torch.float32,
 # ---- schemas -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fwd", "fwd_out", "bwd"])
+@pytest.mark.parametrize("name", ["fwd", "fwd_out", "bwd", "bwd_torch"])
 def test_schema_is_the_documented_one(name):
     """And declares what is written: out and lse of fwd_out, nothing else."""
     registered = getattr(fa3, name).default._schema
@@ -106,13 +106,23 @@ def test_fake_ragged_outputs_on_cuda():
         assert out.shape == (10, 4, 64) and lse.shape == (4, 10)
 
 
-def test_fakes_of_strided_inputs_are_contiguous():
-    """As the kernels' outputs are, whatever the layout of the inputs."""
+def test_fakes_of_strided_inputs():
+    """Outputs are contiguous whatever the layout of the inputs; gradients lie as their inputs do,
+    where these have no holes and a unit last stride."""
     with FakeTensorMode():
-        q = torch.empty(2, 4, 5, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-        out, lse = fa3.fwd(q, q, q, *options(5, 5))
-        grads = fa3.bwd(out, None, q, q, q, out, lse, *options(5, 5))
-        assert all(t.is_contiguous() for t in (out, lse, *grads))
+        def empty(*shape):
+            return torch.empty(*shape, device="cuda", dtype=torch.bfloat16)
+
+        q = empty(2, 4, 5, 64).transpose(1, 2)
+        k, v, _ = empty(2, 5, 3, 4, 64).unbind(2)  # holes: slices of a packed tensor
+        out, lse = fa3.fwd(q, k, v, *options(5, 5))
+        assert out.is_contiguous() and lse.is_contiguous()
+        dq, dk, dv = fa3.bwd(out, None, q, k, v, out, lse, *options(5, 5))
+        assert dq.stride() == q.stride() and dk.is_contiguous() and dv.is_contiguous()
+        k = empty(2, 5, 64, 4).transpose(2, 3)
+        v = empty(2, 5, 1, 64).expand(2, 5, 4, 64)
+        _, dk, dv = fa3.bwd(out, None, q, k, v, out, lse, *options(5, 5))
+        assert dk.is_contiguous() and dv.is_contiguous()
 
 
 def test_fake_forward_and_backward_trace_through_autograd():

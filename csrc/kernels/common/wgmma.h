@@ -82,6 +82,7 @@ struct WgmmaOp;
     using Shared = gmma::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<>;                       \
     using Register = gmma::MMA_64x##N##x32_F32E4M3E4M3_RS_TN<>;                     \
   };
+FLASH_ATTN3_WGMMA(32)
 FLASH_ATTN3_WGMMA(64)
 FLASH_ATTN3_WGMMA(96)
 FLASH_ATTN3_WGMMA(128)
@@ -177,6 +178,26 @@ __device__ __forceinline__ void issue_pv_transposed(const uint32_t (&p)[K / 8], 
         p + 4 * k, descriptor<P>(v, k * 32), o,
         k == 0 ? (accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero) : gmma::ScaleOut::One,
         std::make_index_sequence<kOutputs / 2>{});
+  }
+}
+
+// C[64 x N] = A[64 x K] B[K x N], both from shared memory: A's k runs along its columns (panels of
+// rows_a rows), B's along its rows (panels of type P, K rows high).
+template <class Element, class P, int N, int K>
+__device__ __forceinline__ void issue_shared_row_major(uint32_t a_address, int rows_a,
+                                                       uint32_t b_address, float (&c)[N / 2]) {
+  using Pa = Panel<K>;
+  using Op = typename WgmmaOp<Element, N, gmma::Major::MN>::Shared;
+  const uint32_t a = k_major_low(a_address);
+  const uint32_t b = mn_major_low<P>(b_address, K);
+#pragma unroll
+  for (int k = 0; k < K / 16; ++k) {
+    const int panel = k / (Pa::kWidth / 16);
+    const int within = k % (Pa::kWidth / 16) * 32;
+    detail::wgmma_ss<Op>(descriptor<Pa>(a, panel * rows_a * Pa::kBytes + within),
+                         descriptor<P>(b, k * 16 * P::kBytes), c,
+                         k == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
+                         std::make_index_sequence<N / 2>{});
   }
 }
 

@@ -1,8 +1,9 @@
-#include "host/call.h"
+#include "host/device.h"
 
 #include <atomic>
 #include <cstdio>
 #include <mutex>
+#include <string>
 
 namespace flash_attn3 {
 
@@ -10,13 +11,6 @@ Status cuda_status(const char* doing, cudaError_t error) {
   (void)cudaGetLastError();  // reported here, not by the next good call
   return Status::cuda(std::string("CUDA error while ") + doing + ": " + cudaGetErrorString(error));
 }
-
-namespace {
-
-struct DeviceInfo {
-  int major = 0, minor = 0;
-  FwdContext context{};
-};
 
 // Asked once per device; several threads may ask at a time.
 Status device_info(int device, DeviceInfo* info) {
@@ -27,8 +21,8 @@ Status device_info(int device, DeviceInfo* info) {
     *info = cache[device];
     return {};
   }
-  int sms = 0, l2 = 0;
-  cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  int l2 = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&info->sms, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&info->major, cudaDevAttrComputeCapabilityMajor, device);
@@ -37,7 +31,7 @@ Status device_info(int device, DeviceInfo* info) {
     error = cudaDeviceGetAttribute(&info->minor, cudaDevAttrComputeCapabilityMinor, device);
   }
   if (error != cudaSuccess) return cuda_status("asking for the device's properties", error);
-  info->context = {sms, l2};
+  info->l2_bytes = l2;
   if (device < kMaxDevices) {
     const std::lock_guard<std::mutex> lock(writing);
     cache[device] = *info;
@@ -46,19 +40,31 @@ Status device_info(int device, DeviceInfo* info) {
   return {};
 }
 
-}  // namespace
+Status check_device(int device, const DeviceInfo& info) {
+  if (info.major == 9 && info.minor == 0) return {};
+  return Status::not_compiled("These kernels need compute capability 9.0 (H100, H200); device " +
+                              std::to_string(device) + " has " + std::to_string(info.major) + "." +
+                              std::to_string(info.minor) + ".");
+}
 
-Status hopper_context(int device, FwdContext* context) {
-  DeviceInfo info;
-  const Status status = device_info(device, &info);
-  if (!status.ok()) return status;
-  if (info.major != 9 || info.minor != 0) {
-    return Status::not_compiled("These kernels need compute capability 9.0 (H100, H200); device " +
-                                std::to_string(device) + " has " + std::to_string(info.major) +
-                                "." + std::to_string(info.minor) + ".");
+DeviceScope::DeviceScope(int device) {
+  error_ = cudaGetDevice(&before_);
+  if (error_ == cudaSuccess && before_ != device) {
+    error_ = cudaSetDevice(device);
+    changed_ = error_ == cudaSuccess;
   }
-  *context = info.context;
-  return {};
+}
+
+DeviceScope::~DeviceScope() {
+  if (changed_) cudaSetDevice(before_);
+}
+
+const char* dtype_name(DType dtype) {
+  return dtype == DType::kBFloat16 ? "bf16" : dtype == DType::kFloat16 ? "fp16" : "e4m3";
+}
+
+int32_t bounded_window(int32_t window) {
+  return window < 0 ? -1 : window > kLongestWindow ? kLongestWindow : window;
 }
 
 int report(const Status& status, char* message, size_t message_size) {

@@ -1,0 +1,185 @@
+"""Backward figures: this package's gradient kernels and their peers, interleaved in one process.
+
+    python benchmarks/backward.py                                  everything that the issue asks
+    python benchmarks/backward.py --only dense --points 128:causal:* --peers cudnn
+    python benchmarks/backward.py --dry-run                        the list of cases, without a GPU
+
+A number is made as benchmarks/README.md says of the forward. A call is torch.autograd.grad of one
+forward that is run before the clock starts, so the peers' own autograd code takes part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import backward_parts as parts  # noqa: E402
+import cases as case_lists  # noqa: E402
+import figures  # noqa: E402
+import forward  # noqa: E402
+import providers  # noqa: E402
+import results  # noqa: E402
+import timing  # noqa: E402
+import torch  # noqa: E402
+
+# Two right gradients in bf16 differ by less than this, in ||a - b|| / ||b||.
+AGREEMENT = 2e-2
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--only", default=",".join(parts.SECTIONS),
+                   help="sections, comma-separated: %(default)s")
+    p.add_argument("--points", help="dense points, D:full|causal|*:S items: 64:*:512,128:causal:*")
+    p.add_argument("--peers", help="comma-separated, of fa2,fa4,cudnn; 'none' (default: all)")
+    p.add_argument("--rounds", type=int, default=timing.ROUNDS)
+    p.add_argument("--warmup", type=float, default=timing.WARMUP_MS, help="ms, per round")
+    p.add_argument("--rep", type=float, default=timing.REP_MS, help="ms, per round")
+    p.add_argument("--budget-s", type=float, help="start no further case after so many seconds")
+    p.add_argument("--resume", type=Path, metavar="FILE",
+                   help="take over the rows of an earlier part (same device and commit)")
+    p.add_argument("--out", type=Path, help="results file (default: $OUT or benchmarks/results)")
+    p.add_argument("--strict", action="store_true", help="exit code 1 if a figure is missed")
+    p.add_argument("--dry-run", action="store_true", help="list the cases and stop; no GPU needed")
+    args = p.parse_args(argv)  # fmt: skip
+    unknown = set(args.only.split(",")) - set(parts.SECTIONS)
+    if unknown:
+        p.error(f"--only: {sorted(unknown)} is none of {list(parts.SECTIONS)}")
+    names = [] if args.peers == "none" else (args.peers or ",".join(parts.PEERS)).split(",")
+    unknown = set(names) - set(parts.PEERS)
+    if unknown:
+        p.error(f"--peers: {sorted(unknown)} is none of {list(parts.PEERS)}")
+    args.peers = {name: parts.PEERS[name] for name in names}
+    return args
+
+
+def select(args: argparse.Namespace) -> list[parts.BackwardCase]:
+    chosen = []
+    for section in args.only.split(","):
+        found = parts.SECTIONS[section]()
+        if section == "dense" and args.points:
+            found = case_lists.select_dense(args.points, found)
+        chosen += found
+    return chosen
+
+
+def prepare(case, inputs, columns: dict) -> tuple[dict, dict]:
+    """Callables by column, and reasons of those that can't run."""
+    calls, reasons = {}, {}
+    for name, setup in columns.items():
+        try:
+            calls[name] = parts.Backward(setup, case, inputs)
+        except providers.Unavailable as reason:
+            reasons[name] = str(reason)
+        except Exception as error:  # noqa: BLE001 - a column's failure must not end the run
+            reasons[name] = f"{type(error).__name__}: {timing.first_line(error)}"
+    return calls, reasons
+
+
+def disagreement(calls: dict) -> dict[str, float]:
+    """{"ours": difference} if a gradient of ours is far from another column's, else nothing."""
+    others = (name for name in ("cudnn", "fa4", "fa2", parts.PLAIN) if name in calls)
+    for name in others if "ours" in calls else ():
+        with contextlib.suppress(Exception):
+            pairs = list(zip(calls["ours"](), calls[name]()))
+            worst = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+            return {} if worst <= AGREEMENT else {"ours": worst}  # NaN is far too
+    return {}
+
+
+def run_case(case, args: argparse.Namespace) -> dict:
+    inputs = parts.make_inputs(case)
+    columns = parts.columns(case, args.peers)
+    calls, reasons = prepare(case, inputs, columns)
+    wrong = disagreement(calls)
+    # The issue asks for device time at S 512; other points decide by the fastest call.
+    graph = case.section == "dense" and case.lengths[0] == 512
+    kind, timers, failures = timing.make_timers(calls, graph, args.warmup, args.rep)
+    reasons.update(failures)
+    measured = timing.interleave(timers, args.rounds)
+    (row,) = forward.make_rows(case, ["ours"], columns, kind, measured, reasons, wrong)
+    del timers, calls, inputs
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return row
+
+
+def measure(selected, args, file) -> list:
+    """Measures what is not in the file yet; returns what the time budget left out."""
+    started = time.perf_counter()
+    for index, case in enumerate(selected):
+        if file.find(case.config) is not None:
+            continue
+        spent = time.perf_counter() - started
+        if args.budget_s is not None and spent > args.budget_s:
+            return [c for c in selected[index:] if file.find(c.config) is None]
+        row = run_case(case, args)
+        file.put(row)
+        columns = parts.columns(case, args.peers)
+        forward.progress(row, case, columns, time.perf_counter() - started)
+    return []
+
+
+def report(file: results.ResultsFile) -> bool:
+    """Prints figures and what is missing; True if no figure was missed."""
+    missing: dict[tuple[str, str], int] = {}
+    for row in file.rows:
+        for name, reason in row["reasons"].items():
+            missing[name, reason] = missing.get((name, reason), 0) + 1
+    for (name, reason), count in missing.items():
+        print(f"{name}: {count} rows without a figure: {reason}")
+    found = parts.evaluate(file.rows, file.data["reference"].get("cublas_bf16"))
+    for figure in found:
+        print(figure.line())
+    file.data["figures"] = [vars(figure) for figure in found]
+    file.write()
+    print(f"\nwritten to {file.path}")
+    wrong = any(row.get("wrong") for row in file.rows)
+    return not wrong and all(figure.passed is not False for figure in found)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        selected = select(args)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    if args.dry_run:
+        for case in selected:
+            print(f"{case.label}  {case.flops / 1e12:8.3f} TFLOP")
+        return 0
+    if not torch.cuda.is_available():
+        print("backward.py measures on a GPU, and torch sees none; --dry-run lists the cases")
+        return 2
+    warnings.filterwarnings("ignore", category=UserWarning)
+    if isinstance(providers._import("flash_attn3"), str):
+        sys.path.append(str(results.REPO))  # not installed: the source tree
+        providers._import.cache_clear()
+    package = providers._import("flash_attn3")
+    if not isinstance(package, str):
+        package.ops.use_backward("kernels")
+    head = results.header("backward")
+    file = results.ResultsFile(args.out or results.default_path("backward", head["device"]), head)
+    if args.resume:
+        print(f"resumed with {file.resume(args.resume)} rows of {args.resume}")
+    print(" ".join(f"{key} {head[key]};" for key in ("device", "driver", "torch", "commit")))
+    forward.cublas(file)
+    left = measure(selected, args, file)
+    print()
+    print(figures.table([r for r in file.rows if r["config"]["case"] == "dense"],
+                        ["ours", *args.peers]))  # fmt: skip
+    good = report(file)
+    if left:
+        print(f"time budget spent: {len(left)} cases not measured, from {left[0].label.strip()!r} "
+              f"on; continue with --resume {file.path}")  # fmt: skip
+    return 1 if args.strict and not good else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

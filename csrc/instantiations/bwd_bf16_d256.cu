@@ -1,0 +1,10 @@
+#include "kernels/bwd/bwd_launch.h"
+
+namespace flash_attn3 {
+
+Status launch_bwd_bf16_d256(const BwdParams& params, const DeviceInfo& device, cudaStream_t stream,
+                            BwdPlan* plan) {
+  return launch_bwd_of<__nv_bfloat16, 256, 256>(params, device, stream, plan);
+}
+
+}  // namespace flash_attn3

@@ -1,0 +1,10 @@
+#include "kernels/bwd/bwd_launch.h"
+
+namespace flash_attn3 {
+
+Status launch_bwd_bf16_d64(const BwdParams& params, const DeviceInfo& device, cudaStream_t stream,
+                           BwdPlan* plan) {
+  return launch_bwd_of<__nv_bfloat16, 64, 64>(params, device, stream, plan);
+}
+
+}  // namespace flash_attn3

@@ -1,0 +1,111 @@
+// The persistent backward kernel: set-up, then each warpgroup takes its role.
+#pragma once
+
+#include "kernels/bwd/bwd_key_consumer.h"
+#include "kernels/bwd/bwd_producer.h"
+#include "kernels/bwd/bwd_role_consumer.h"
+#include "kernels/bwd/bwd_scheduler.h"
+#include "kernels/common/memory.h"
+
+namespace flash_attn3 {
+
+template <class T>
+__device__ __forceinline__ void init_bwd_barriers(typename T::SharedMemory& shared,
+                                                  bool deterministic) {
+  constexpr int kWarps = T::kConsumerWarps;
+  for (int stage = 0; stage < T::kKvStages; ++stage) {
+    mbarrier_init(&shared.k_full[stage], 1);
+    mbarrier_init(&shared.v_full[stage], 1);
+    mbarrier_init(&shared.k_tail[stage], 1);
+    mbarrier_init(&shared.v_tail[stage], 1);
+    mbarrier_init(&shared.kv_empty[stage], kWarps);
+  }
+  for (int stage = 0; stage < T::kQStages; ++stage) {
+    mbarrier_init(&shared.q_full[stage], 1);
+    mbarrier_init(&shared.q_tail[stage], 1);
+    mbarrier_init(&shared.q_empty[stage], kWarps);
+  }
+  for (int stage = 0; stage < T::kDoutStages; ++stage) {
+    mbarrier_init(&shared.dout_full[stage], 1);
+    mbarrier_init(&shared.dout_tail[stage], 1);
+    mbarrier_init(&shared.dout_empty[stage], kWarps);
+  }
+  for (int slot = 0; slot < T::kDsSlots; ++slot) {
+    mbarrier_init(&shared.ds_full[slot], T::kRoles ? 4 : kWarps);
+    mbarrier_init(&shared.ds_empty[slot], kWarps);
+  }
+  for (int slot = 0; slot < T::kPSlots; ++slot) {
+    mbarrier_init(&shared.p_full[slot], 4);
+    mbarrier_init(&shared.p_empty[slot], 4);
+  }
+  for (int slot = 0; slot < T::kTileSlots; ++slot) {
+    mbarrier_init(&shared.tile_full[slot], 1);
+    // Producer and tail warp too, and the turn warp where it runs.
+    mbarrier_init(&shared.tile_empty[slot], 2 + deterministic + kWarps);
+  }
+  mbarrier_init(&shared.loaded, 1);
+  mbarrier_init(&shared.turn_come, 1);
+  mbarrier_init(&shared.turn_done, kWarps);
+  mbarrier_init_fence();
+}
+
+// Code of its own for each consumer only where they differ at compile time.
+template <class T>
+__device__ __forceinline__ void run_bwd_consumer(const BwdKernelParams& params,
+                                                 typename T::SharedMemory& shared, int w) {
+  if constexpr (T::kRoles) {
+    if (w == 0) {
+      consume_tiles<T>(shared, BwdRoleConsumer<T, 0>{params, shared, {params, shared}});
+    } else {
+      consume_tiles<T>(shared, BwdRoleConsumer<T, 1>{params, shared, {params, shared}});
+    }
+  } else if constexpr (T::kDqColumns0 == T::kDqColumns1) {
+    consume_tiles<T>(shared,
+                     BwdKeyConsumer<T, T::kDqColumns0>{params, shared, w, {params, shared}});
+  } else if (w == 0) {
+    consume_tiles<T>(shared,
+                     BwdKeyConsumer<T, T::kDqColumns0>{params, shared, 0, {params, shared}});
+  } else {
+    consume_tiles<T>(shared,
+                     BwdKeyConsumer<T, T::kDqColumns1>{params, shared, 1, {params, shared}});
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    bwd_kernel(const __grid_constant__ BwdKernelParams params) {
+  // Swizzled panels must start at multiples of 1,024 bytes; without static shared memory the
+  // dynamic part starts there.
+  extern __shared__ __align__(1024) uint8_t raw[];
+  auto& shared = *reinterpret_cast<typename T::SharedMemory*>(raw);
+
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    init_bwd_barriers<T>(shared, params.turns != nullptr);
+    prefetch_tensor_map(&params.q);
+    prefetch_tensor_map(&params.dout);
+    prefetch_tensor_map(&params.k);
+    prefetch_tensor_map(&params.v);
+  }
+  __syncthreads();
+  wait_for_kernel_before();
+
+  if (warp < 4) {
+    registers_give_back<T::kProducerRegisters>();
+    if (warp == 0) {
+      BwdProducer<T>{params, shared, lane}.run();
+    } else if (warp == 1) {
+      BwdScheduler<T>{params, shared, lane}.run();
+    } else if (warp == 2) {
+      BwdTail<T>{params, shared, lane}.run();
+    } else if (params.turns != nullptr) {
+      BwdTurns<T>{params, shared, lane}.run();
+    }
+  } else {
+    registers_take<T::kConsumerRegisters>();
+    run_bwd_consumer<T>(params, shared, warp / 4 - 1);
+  }
+}
+
+}  // namespace flash_attn3

@@ -1,0 +1,223 @@
+// The producer warp (K and V once a tile, Q and dO in a ring) and the tail warp, which clears rows
+// that lie past a sequence's end before anybody multiplies them.
+//
+// Such rows may hold anything, and 0 times NaN is NaN. With Q, K, V and dO of 0 there, scores and
+// dP of rows past the end are finite, P is 0 by the LSE or by the mask, and all sums stay clean.
+// Only the last tile of a sequence has such rows, and only where the tensor goes on behind it: at
+// the tensor's own end the copy engine fills zeros by itself.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "kernels/bwd/bwd_params.h"
+#include "kernels/bwd/bwd_traits.h"
+#include "kernels/common/memory.h"
+
+namespace flash_attn3 {
+
+template <class T>
+__device__ __forceinline__ bool has_key_tail(const BwdKernelParams& params, const BwdTile& tile) {
+  return (tile.n + 1) * T::kBlockN > tile.k_len &&
+         (params.cu_seqlens_k != nullptr || params.seqused_k != nullptr);
+}
+
+template <class T>
+__device__ __forceinline__ bool has_query_tail(const BwdKernelParams& params, const BwdTile& tile,
+                                               int m) {
+  return (m + 1) * T::kBlockM > tile.q_len &&
+         (params.cu_seqlens_q != nullptr || params.seqused_q != nullptr);
+}
+
+template <class T>
+struct BwdProducer {
+  const BwdKernelParams& params;
+  typename T::SharedMemory& shared;
+  int lane;
+
+  static constexpr uint64_t kReadOnce = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
+  static constexpr uint64_t kReadOften = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
+
+  // One tile of `rows` rows as panels, one copy each.
+  template <int kColumns>
+  __device__ __forceinline__ void copy_panels(const CUtensorMap& map, uint64_t* barrier,
+                                              uint64_t hint, uint8_t* destination, int rows,
+                                              int row, int head, int batch) {
+    using P = Panel<kColumns>;
+#pragma unroll
+    for (int panel = 0; panel < P::kCount; ++panel) {
+      cute::SM90_TMA_LOAD_4D::copy(&map, barrier, hint, destination + panel * rows * P::kBytes,
+                                   panel * P::kWidth, row, head, batch);
+    }
+  }
+
+  __device__ __forceinline__ void load_k(const BwdTile& tile, int stage) {
+    uint64_t* barrier =
+        has_key_tail<T>(params, tile) ? &shared.k_tail[stage] : &shared.k_full[stage];
+    mbarrier_arrive_expect_bytes(barrier, T::kKeyBytes);
+    copy_panels<T::kHeadDim>(params.k, barrier, kReadOnce, shared.k[stage], T::kBlockN,
+                             tile.k_base + tile.n * T::kBlockN, tile.head_kv, tile.k_batch);
+  }
+
+  __device__ __forceinline__ void load_v(const BwdTile& tile, int stage) {
+    uint64_t* barrier =
+        has_key_tail<T>(params, tile) ? &shared.v_tail[stage] : &shared.v_full[stage];
+    mbarrier_arrive_expect_bytes(barrier, T::kValueBytes);
+    copy_panels<T::kHeadDimV>(params.v, barrier, kReadOnce, shared.v[stage], T::kBlockN,
+                              tile.k_base + tile.n * T::kBlockN, tile.head_kv, tile.k_batch);
+  }
+
+  __device__ __forceinline__ void load_q(const BwdTile& tile, int head, int m, uint32_t count) {
+    const int stage = ring_slot<T::kQStages>(count);
+    mbarrier_wait(&shared.q_empty[stage], ring_parity<T::kQStages>(count) ^ 1);
+    if (lane == 0) {
+      uint64_t* barrier =
+          has_query_tail<T>(params, tile, m) ? &shared.q_tail[stage] : &shared.q_full[stage];
+      mbarrier_arrive_expect_bytes(barrier, T::kQueryBytes);
+      copy_panels<T::kHeadDim>(params.q, barrier, kReadOften, shared.q[stage], T::kBlockM,
+                               tile.q_base + m * T::kBlockM, head, tile.q_batch);
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void load_dout(const BwdTile& tile, int head, int m, uint32_t count) {
+    const int stage = ring_slot<T::kDoutStages>(count);
+    mbarrier_wait(&shared.dout_empty[stage], ring_parity<T::kDoutStages>(count) ^ 1);
+    if (lane == 0) {
+      uint64_t* barrier =
+          has_query_tail<T>(params, tile, m) ? &shared.dout_tail[stage] : &shared.dout_full[stage];
+      mbarrier_arrive_expect_bytes(barrier, T::kDoutBytes + T::kRowBytes);
+      copy_panels<T::kHeadDimV>(params.dout, barrier, kReadOften, shared.dout[stage], T::kBlockM,
+                                tile.q_base + m * T::kBlockM, head, tile.q_batch);
+      const int64_t at = int64_t(tile.q_tile0 + m) * params.heads + head;
+      bulk_copy_to_shared(shared.rows[stage], params.rows + at * (2 * T::kBlockM), T::kRowBytes,
+                          barrier);
+    }
+    __syncwarp();
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void prefetch_panels(const CUtensorMap& map, const BwdTile& tile) {
+    using P = Panel<kColumns>;
+#pragma unroll
+    for (int panel = 0; panel < P::kCount; ++panel) {
+      cute::SM90_TMA_LOAD_4D::PREFETCH::copy(
+          &map, panel * P::kWidth, tile.k_base + tile.n * T::kBlockN, tile.head_kv, tile.k_batch);
+    }
+  }
+
+  // K and V, as soon as no product reads those of an earlier tile in their place. Until then they
+  // are brought into L2.
+  __device__ __forceinline__ void load_kv(const BwdTile& tile, uint32_t tiles_with_work) {
+    const int stage = ring_slot<T::kKvStages>(tiles_with_work);
+    if (lane == 0) {
+      prefetch_panels<T::kHeadDim>(params.k, tile);
+      prefetch_panels<T::kHeadDimV>(params.v, tile);
+    }
+    mbarrier_wait(&shared.kv_empty[stage], ring_parity<T::kKvStages>(tiles_with_work) ^ 1);
+    if (lane == 0) {
+      load_k(tile, stage);
+      load_v(tile, stage);
+    }
+    __syncwarp();
+  }
+
+  // The order is that in which consumers first read, but that places for Q come free before those
+  // for K and V.
+  __device__ __forceinline__ void run() {
+    uint32_t tiles_with_work = 0;
+    uint32_t count = 0;  // of query tiles
+    for (uint32_t at = 0;; ++at) {
+      const int slot = ring_slot<T::kTileSlots>(at);
+      mbarrier_wait(&shared.tile_full[slot], ring_parity<T::kTileSlots>(at));
+      // Read where it lies: this warp has few registers.
+      const BwdTile& tile = shared.tiles[slot];
+      if (tile.head_kv < 0) return;
+      bool first = true;
+#pragma unroll 1
+      for (int g = 0; g < params.group; ++g) {
+        const int head = tile.head_kv * params.group + g;
+#pragma unroll 1
+        for (int m = tile.m_begin; m < tile.m_end; ++m, ++count) {
+          load_q(tile, head, m, count);
+          if (first) load_kv(tile, tiles_with_work++);
+          first = false;
+          load_dout(tile, head, m, count);
+        }
+      }
+      __syncwarp();
+      if (lane == 0) {
+        mbarrier_arrive(&shared.loaded);
+        mbarrier_arrive(&shared.tile_empty[slot]);
+      }
+    }
+  }
+};
+
+template <class T>
+struct BwdTail {
+  const BwdKernelParams& params;
+  typename T::SharedMemory& shared;
+  int lane;
+
+  template <int kColumns, int kRows>
+  __device__ __forceinline__ void clear(uint8_t* tile, int valid_rows, uint64_t* full) {
+    using P = Panel<kColumns>;
+#pragma unroll 1
+    for (int panel = 0; panel < P::kCount; ++panel) {
+      uint8_t* rows = tile + panel * kRows * P::kBytes;
+      for (int at = valid_rows * P::kBytes + lane * 16; at < kRows * P::kBytes; at += 32 * 16) {
+        *reinterpret_cast<uint4*>(rows + at) = make_uint4(0, 0, 0, 0);
+      }
+    }
+    // Each lane's zeros are to be seen by wgmma before consumers learn of the tile.
+    fence_shared_to_async_proxy();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(full);
+  }
+
+  __device__ __forceinline__ void run() {
+    uint32_t tiles_with_work = 0;
+    uint32_t key_parities = 0;  // a bit a stage
+    uint32_t count = 0;         // of query tiles, as the producer counts
+    uint32_t q_parities = 0;    // a bit a stage
+    uint32_t dout_parities = 0;
+    for (uint32_t at = 0;; ++at) {
+      const int slot = ring_slot<T::kTileSlots>(at);
+      mbarrier_wait(&shared.tile_full[slot], ring_parity<T::kTileSlots>(at));
+      const BwdTile& tile = shared.tiles[slot];
+      if (tile.head_kv < 0) return;
+      if (tile.m_begin < tile.m_end) {
+        const int kv_stage = ring_slot<T::kKvStages>(tiles_with_work);
+        ++tiles_with_work;
+        if (has_key_tail<T>(params, tile)) {
+          const int valid = tile.k_len - tile.n * T::kBlockN;
+          mbarrier_wait(&shared.k_tail[kv_stage], key_parities >> kv_stage & 1);
+          clear<T::kHeadDim, T::kBlockN>(shared.k[kv_stage], valid, &shared.k_full[kv_stage]);
+          mbarrier_wait(&shared.v_tail[kv_stage], key_parities >> kv_stage & 1);
+          clear<T::kHeadDimV, T::kBlockN>(shared.v[kv_stage], valid, &shared.v_full[kv_stage]);
+          key_parities ^= 1u << kv_stage;
+        }
+        const int last = tile.m_end - 1;
+        const bool tail = has_query_tail<T>(params, tile, last);
+        const int valid = tile.q_len - last * T::kBlockM;
+#pragma unroll 1
+        for (int g = 0; g < params.group; ++g) {
+          count += tile.m_end - tile.m_begin;
+          if (!tail) continue;
+          const int q_stage = ring_slot<T::kQStages>(count - 1);
+          mbarrier_wait(&shared.q_tail[q_stage], q_parities >> q_stage & 1);
+          q_parities ^= 1u << q_stage;
+          clear<T::kHeadDim, T::kBlockM>(shared.q[q_stage], valid, &shared.q_full[q_stage]);
+          const int stage = ring_slot<T::kDoutStages>(count - 1);
+          mbarrier_wait(&shared.dout_tail[stage], dout_parities >> stage & 1);
+          dout_parities ^= 1u << stage;
+          clear<T::kHeadDimV, T::kBlockM>(shared.dout[stage], valid, &shared.dout_full[stage]);
+        }
+      }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&shared.tile_empty[slot]);
+    }
+  }
+};
+
+}  // namespace flash_attn3

@@ -1,0 +1,127 @@
+// The scheduler warp: claims KV tiles from a counter and writes them into a ring of slots.
+//
+// Tiles are claimed in the order of their numbers, and the deterministic mode lets a tile wait only
+// for tiles with lower numbers: of the tiles not finished, the lowest has been claimed by a CTA
+// that has finished all it claimed before, so it never waits, whatever the number of CTAs.
+#pragma once
+
+#include "kernels/attn/query_range.h"
+#include "kernels/bwd/bwd_params.h"
+#include "kernels/bwd/bwd_traits.h"
+
+namespace flash_attn3 {
+
+template <class T>
+struct BwdScheduler {
+  const BwdKernelParams& params;
+  typename T::SharedMemory& shared;
+  int lane;
+
+  // 32 neighbouring sequences of the ragged plan, one a lane: tiles first <= t < end, KV heads
+  // counted. Tile numbers only grow, so the window only moves on.
+  int window = -32;
+  int first = 0;
+  int end = 0;
+
+  // Moves the window to the sequence that holds this tile, and gives its lane; -1 where none does,
+  // which only overlapping sequences bring about.
+  __device__ __forceinline__ int find_lane(int tile) {
+    const int32_t* first_tile = params.plan + BwdTileOrder::kHeader + params.batch;
+    for (;;) {
+      const unsigned holder = __ballot_sync(0xffffffffu, first <= tile && tile < end);
+      if (holder != 0) return __ffs(holder) - 1;
+      window += 32;
+      if (window >= params.batch) return -1;
+      const int index = smaller(window + lane, params.batch - 1);
+      first = first_tile[index] * params.heads_kv;
+      end = first_tile[index + 1] * params.heads_kv;
+    }
+  }
+
+  // Lane 0 writes the tile's slot; false where there is no such tile.
+  __device__ __forceinline__ bool write_tile(int tile, BwdTile& info) {
+    const bool ragged = params.cu_seqlens_k != nullptr;
+    int holder = 0;
+    if (ragged) {
+      holder = find_lane(tile);
+      if (holder < 0) return false;
+    }
+    const int first_tile = __shfl_sync(0xffffffffu, first, holder);
+    const int end_tile = __shfl_sync(0xffffffffu, end, holder);
+    if (lane == 0) {
+      int sequence, n;
+      if (ragged) {
+        sequence = params.plan[BwdTileOrder::kHeader + smaller(window + holder, params.batch - 1)];
+        const int tiles = (end_tile - first_tile) / params.heads_kv;
+        const int within = tile - first_tile;
+        info.head_kv = within / tiles;
+        n = within % tiles;
+        if (params.last_first) n = tiles - 1 - n;
+      } else {
+        const int per_section = params.section_pairs * params.k_tiles;
+        const int section = tile / per_section;
+        const int first_pair = section * params.section_pairs;
+        const int pairs =
+            smaller(params.section_pairs, params.batch * params.heads_kv - first_pair);
+        const int within = tile - section * per_section;
+        const int pair = first_pair + within % pairs;
+        n = within / pairs;
+        if (params.last_first) n = params.k_tiles - 1 - n;
+        sequence = pair / params.heads_kv;
+        info.head_kv = pair - sequence * params.heads_kv;
+      }
+      fill_tile(sequence, n, info);
+    }
+    __syncwarp();
+    return true;
+  }
+
+  __device__ __forceinline__ void fill_tile(int sequence, int n, BwdTile& info) const {
+    const SequenceSpan q = q_span(params, sequence);
+    const SequenceSpan k = k_span(params, sequence);
+    info.n = n;
+    info.k_len = k.used;
+    info.k_rows = k.rows;
+    info.q_len = q.used;
+    info.k_batch = k.batch;
+    info.k_base = k.base;
+    info.q_batch = q.batch;
+    info.q_base = q.base;
+    info.q_tile0 = first_q_tile<T::kBlockM>(params, sequence, q);
+    const int key0 = n * T::kBlockN;
+    const BlockRange tiles = query_tiles(params.mask, key0, smaller(key0 + T::kBlockN, k.used) - 1,
+                                         q.used, k.used, T::kBlockM);
+    info.m_begin = tiles.begin;
+    info.m_end = tiles.end;
+#pragma unroll 1
+    for (int half = 0; half < T::kBlockN / 64; ++half) {
+      const int first_key = key0 + half * 64;
+      info.plain[half] =
+          unmasked_query_tiles(params.mask, first_key, first_key + 63, q.used, k.used, T::kBlockM);
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    const int tiles = params.cu_seqlens_k != nullptr
+                          ? params.plan[BwdTileOrder::kTiles] * params.heads_kv
+                          : params.tiles;
+    for (uint32_t count = 0;; ++count) {
+      const int slot = ring_slot<T::kTileSlots>(count);
+      mbarrier_wait(&shared.tile_empty[slot], ring_parity<T::kTileSlots>(count) ^ 1);
+      // A tile is claimed when the one before is all but done: one that lies claimed and does not
+      // run would hold up all that wait for its turn. The answer travels during the last steps.
+      if (count > 0) mbarrier_wait(&shared.loaded, (count - 1) & 1);
+      int tile = 0;
+      if (lane == 0) tile = atomicAdd(params.plan + BwdTileOrder::kCounter, 1);
+      tile = __shfl_sync(0xffffffffu, tile, 0);
+      BwdTile& info = shared.tiles[slot];
+      const bool more = tile < tiles && write_tile(tile, info);
+      if (!more && lane == 0) info.head_kv = -1;
+      if (lane == 0) mbarrier_arrive(&shared.tile_full[slot]);
+      __syncwarp();
+      if (!more) return;
+    }
+  }
+};
+
+}  // namespace flash_attn3

@@ -1,0 +1,108 @@
+// What both kinds of consumer do with scores in registers. Rows of a fragment are keys here, its
+// columns queries: S^T = K Q^T.
+#pragma once
+
+#include "kernels/attn/query_range.h"
+#include "kernels/bwd/bwd_params.h"
+#include "kernels/bwd/bwd_traits.h"
+#include "kernels/common/memory.h"
+
+namespace flash_attn3 {
+
+// Scores to probabilities, in place. rows: the stage's -LSE in log2; a row without keys has -inf
+// there, and P = 0.
+template <int kSize>
+__device__ __forceinline__ void make_probabilities(float (&s)[kSize], const float* rows,
+                                                   const BwdKernelParams& params) {
+  if (params.tanh_factor != 0.0f) [[unlikely]] {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) s[i] = tanh_by_exp2(params.tanh_factor * s[i]);
+  }
+  const float scale = params.scale_log2;
+#pragma unroll
+  for (int i = 0; i < kSize / 4; ++i) {
+    const float2 lse = *reinterpret_cast<const float2*>(rows + 8 * i + 2 * (threadIdx.x % 4));
+    s[4 * i] = exp2_approx(fmaf(s[4 * i], scale, lse.x));
+    s[4 * i + 1] = exp2_approx(fmaf(s[4 * i + 1], scale, lse.y));
+    s[4 * i + 2] = exp2_approx(fmaf(s[4 * i + 2], scale, lse.x));
+    s[4 * i + 3] = exp2_approx(fmaf(s[4 * i + 3], scale, lse.y));
+  }
+}
+
+// P of unseen pairs becomes 0. first_key: of this thread's two rows, 8 apart.
+template <int kSize>
+__device__ __forceinline__ void mask_probabilities(float (&p)[kSize], const Mask& mask,
+                                                   const BwdTile& tile, int first_key,
+                                                   int first_query) {
+  QueryRange queries[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int key = first_key + 8 * h;
+    queries[h] = visible_queries(mask, key, tile.q_len, tile.k_len);
+    if (key >= tile.k_len) queries[h] = {0, -1};
+    queries[h].lo -= first_query;
+    queries[h].hi -= first_query;
+  }
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    const int column = i / 4 * 8 + i % 2;
+    const QueryRange& range = queries[i / 2 % 2];
+    if (column < range.lo || column > range.hi) p[i] = 0.0f;
+  }
+}
+
+// dP to dS = P (dP - delta), in place, of 16 queries; P from its packed form, which dV's product
+// reads too.
+template <class Element>
+__device__ __forceinline__ void make_score_gradients(float* dp, const uint32_t (&p)[4],
+                                                     const float* deltas) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 delta =
+        *reinterpret_cast<const float2*>(deltas + i / 2 * 8 + 2 * (threadIdx.x % 4));
+    const float2 two = unpack_two<Element>(p[i]);
+    dp[2 * i] = two.x * (dp[2 * i] - delta.x);
+    dp[2 * i + 1] = two.y * (dp[2 * i + 1] - delta.y);
+  }
+}
+
+// The soft cap's factor 1 - tanh^2. No register holds the tanh so long: it is had from P again,
+// where P is not 0. rows: -LSE in log2.
+template <class Element>
+__device__ __forceinline__ void apply_softcap_factor(float* ds, const uint32_t (&p)[4],
+                                                     const float* rows, float tanh_from_log2) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 lse = *reinterpret_cast<const float2*>(rows + i / 2 * 8 + 2 * (threadIdx.x % 4));
+    const float2 two = unpack_two<Element>(p[i]);
+    const float x = (__log2f(two.x) - lse.x) * tanh_from_log2;
+    const float y = (__log2f(two.y) - lse.y) * tanh_from_log2;
+    ds[2 * i] *= two.x == 0.0f ? 0.0f : fmaxf(1.0f - x * x, 0.0f);
+    ds[2 * i + 1] *= two.y == 0.0f ? 0.0f : fmaxf(1.0f - y * y, 0.0f);
+  }
+}
+
+// The accumulator layout is the layout of an A operand, two columns a register.
+template <class Element, int kSize>
+__device__ __forceinline__ void pack_fragments(const float (&s)[kSize],
+                                               uint32_t (&packed)[kSize / 2]) {
+#pragma unroll
+  for (int i = 0; i < kSize / 2; ++i) packed[i] = pack_two<Element>(s[2 * i], s[2 * i + 1]);
+}
+
+// dS^T of 64 keys (rows) x M queries to shared memory as dS: rows of queries, one panel of 64 keys.
+template <int kSize>
+__device__ __forceinline__ void store_score_gradients(const uint32_t (&ds)[kSize], uint32_t panel) {
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32 % 4;
+  const int row = lane / 16 * 8 + lane % 8;
+  const int chunk = Panel<64>::swizzle(row, 2 * warp + lane / 8 % 2);
+  const uint32_t address = panel + row * 128 + chunk * 16;
+#pragma unroll
+  for (int k = 0; k < kSize / 4; ++k) {
+    const uint32_t four[4] = {ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]};
+    store_matrix_x4_transposed(address + k * 16 * 128, four);
+  }
+}
+
+}  // namespace flash_attn3

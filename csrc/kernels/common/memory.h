@@ -1,0 +1,75 @@
+// Leaf wrappers for memory: bulk copies, reductions, and accesses that order others.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/common/ptx.h"
+
+namespace flash_attn3 {
+
+// `bytes` (a multiple of 16) from global to shared memory by the copy engine, counted at `barrier`.
+__device__ __forceinline__ void bulk_copy_to_shared(void* destination, const void* source,
+                                                    uint32_t bytes, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(destination)),
+      "l"(source), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// Adds four floats to global memory; nothing comes back. A warp's 512 bytes are best contiguous.
+__device__ __forceinline__ void reduce_add_4(float* destination, float a, float b, float c,
+                                             float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(destination),
+               "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
+__device__ __forceinline__ int load_acquire(const int* address) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release(int* address, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements to shared memory, each transposed: lane l gives the address
+// of row l % 8 (a column of the fragment) of matrix l / 8.
+__device__ __forceinline__ void store_matrix_x4_transposed(uint32_t address,
+                                                           const uint32_t (&r)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
+}
+
+// A kernel launched to overlap the one before it in the stream: nothing of what that one writes may
+// be read before this returns.
+__device__ __forceinline__ void wait_for_kernel_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// The next kernel in the stream, if launched so, may start and wait.
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;");
+}
+
+// The two elements of a packed register, the lower column first.
+template <class Element>
+__device__ __forceinline__ float2 unpack_two(uint32_t packed);
+
+template <>
+__device__ __forceinline__ float2 unpack_two<__nv_bfloat16>(uint32_t packed) {
+  return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
+}
+
+template <>
+__device__ __forceinline__ float2 unpack_two<__half>(uint32_t packed) {
+  __half2 two;
+  *reinterpret_cast<uint32_t*>(&two) = packed;
+  return __half22float2(two);
+}
+
+}  // namespace flash_attn3
