@@ -29,11 +29,12 @@ inline Status encode_bwd_map(const BwdParams& in, const char* name, const void* 
   const bool ragged = queries ? in.cu_seqlens_q != nullptr : in.cu_seqlens_k != nullptr;
   const int64_t ragged_rows = queries ? in.total_q : in.total_k;
   const int64_t dense_rows = queries ? in.max_seqlen_q : in.max_seqlen_k;
-  return encode_tensor_map(
-      {name, data, in.dtype == DType::kBFloat16, columns, ragged ? ragged_rows : dense_rows,
-       queries ? in.heads : in.heads_kv, ragged ? 1 : in.batch, strides.row, strides.head,
-       strides.batch, panel_columns, box_rows},
-      map);
+  const MapElement element =
+      in.dtype == DType::kBFloat16 ? MapElement::kBFloat16 : MapElement::kFloat16;
+  return encode_tensor_map({name, data, element, columns, ragged ? ragged_rows : dense_rows,
+                            queries ? in.heads : in.heads_kv, ragged ? 1 : in.batch, strides.row,
+                            strides.head, strides.batch, panel_columns, box_rows},
+                           map);
 }
 
 template <class T>

@@ -28,7 +28,7 @@ struct Fp8ScheduleOf<192, 128> {
 template <>
 struct Fp8ScheduleOf<256, 256> {
   using Type =
-      Fp8Schedule<2, 2, 1, 2, 1, QuerySource::kShared, OutPath::kDirect, Promotion::kChunks>;
+      Fp8Schedule<2, 2, 2, 2, 1, QuerySource::kShared, OutPath::kDirect, Promotion::kChunks>;
 };
 
 }  // namespace flash_attn3

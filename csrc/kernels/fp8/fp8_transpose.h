@@ -46,6 +46,11 @@ struct Fp8Transposer {
     __syncwarp();
   }
 
+  // Loads that are under way at a time: one by one, their latency would be most of a block's time.
+  // Four spill: this warpgroup has 32 registers.
+  static constexpr int kBatch = 2;
+  static_assert(P::kBytes / TransposeStep::kColumns % kBatch == 0);
+
   __device__ __forceinline__ void transpose(uint32_t raw, uint32_t transposed) const {
     using S = TransposeStep;
     constexpr int kChunksPerPanel = P::kBytes / 16;
@@ -55,15 +60,23 @@ struct Fp8Transposer {
       const int key = keys + S::load_key(lane);
       const uint32_t from = raw + key * P::kBytes;
       const int slots = keys / 16 + S::store_half(lane);
-      const uint32_t to = transposed + ValueLayout::offset(S::store_column(lane), slots * 16);
-      // Several loads are under way at a time; 16 columns further the swizzle of a row is the same.
-#pragma unroll 4
-      for (int chunk = 0; chunk < T::kHeadDimV / S::kColumns; ++chunk) {
-        uint32_t in[4], out[4];
-        load_matrix_x4_transposed(in, from + chunk / kChunksPerPanel * T::kBlockN * P::kBytes +
-                                          P::swizzle(key, chunk % kChunksPerPanel) * 16);
-        transpose_bytes(in, swaps, out);
-        store_matrix_x4(to + chunk * S::kColumns * ValueLayout::kRowBytes, out);
+      // 16 columns further the swizzle of a row is the same.
+      uint32_t to = transposed + ValueLayout::offset(S::store_column(lane), slots * 16);
+#pragma unroll 1
+      for (int first = 0; first < T::kHeadDimV / S::kColumns; first += kBatch) {
+        // Chunks of a row's batch differ in two bits of the address, whatever the swizzle.
+        const uint32_t source = from + first / kChunksPerPanel * (T::kBlockN * P::kBytes) +
+                                P::swizzle(key, first % kChunksPerPanel) * 16;
+        uint32_t in[kBatch][4];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) load_matrix_x4_transposed(in[i], source ^ (i * 16));
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          uint32_t out[4];
+          transpose_bytes(in[i], swaps, out);
+          store_matrix_x4(to + i * S::kColumns * ValueLayout::kRowBytes, out);
+        }
+        to += kBatch * S::kColumns * ValueLayout::kRowBytes;
       }
     }
   }
