@@ -256,8 +256,7 @@ std::string bwd_kernel_list() {
   std::string text;
   for (const CompiledKernel& kernel : kCompiled) {
     if (kernel.launch == nullptr) break;
-    text += std::string(" ") + dtype_name(kernel.dtype) + " (" + std::to_string(kernel.head_dim) +
-            "," + std::to_string(kernel.head_dim_v) + ")";
+    text += kernel_entry(kernel.dtype, kernel.head_dim, kernel.head_dim_v);
   }
   return text;
 }

@@ -1,57 +1,22 @@
 // The device-side plan of a ragged backward call; cost linear in the number of sequences up to
 // sorting, nothing comes back to the host.
 #include "host/bwd_dispatch.h"
-#include "kernels/attn/block_prefix_sum.h"
+#include "kernels/attn/sequence_plan.h"
 
 namespace flash_attn3 {
 namespace {
 
-constexpr int kPlanThreads = 1024;
 constexpr int kFillBlocks = 64;  // beside the planning one
 
 // Order of the sequences and prefix sum of their KV tiles.
 __device__ void plan_key_tiles(const BwdKernelParams& params, int tile_n) {
-  __shared__ int warp_sums[32];
-  __shared__ int lengths[kPlanThreads];
   int32_t* sequence = params.plan + BwdTileOrder::kHeader;
-  int32_t* first_tile = sequence + params.batch;
-  const int thread = threadIdx.x;
-
-  // Longest queries first, so that the last tiles to be handed out are short.
-  const bool sorted = params.batch <= kPlanThreads;
-  if (sorted) {
-    const int length = thread < params.batch ? q_span(params, thread).used : -1;
-    lengths[thread] = length;
-    __syncthreads();
-    if (thread < params.batch) {
-      int rank = 0;
-      for (int b = 0; b < params.batch; ++b) {
-        rank += lengths[b] > length || (lengths[b] == length && b < thread);
-      }
-      sequence[rank] = thread;
-    }
-    __syncthreads();
-  }
   const int most = params.total_k / tile_n + params.batch;
-  int total = 0;
-  for (int start = 0; start < params.batch; start += kPlanThreads) {
-    const int index = start + thread;
-    int tiles = 0;
-    if (index < params.batch) {
-      const int b = sorted ? sequence[index] : index;
-      if (!sorted) sequence[index] = index;
-      tiles = blocks_for(k_span(params, b).rows, tile_n);
-    }
-    const int inclusive = block_prefix_sum(tiles, most - total, warp_sums);
-    if (index < params.batch) first_tile[index] = total + larger(inclusive - tiles, 0);
-    __syncthreads();
-    total += warp_sums[31];
-    __syncthreads();
-  }
-  if (thread == 0) {
-    first_tile[params.batch] = total;
-    params.plan[BwdTileOrder::kTiles] = total;
-  }
+  const int total = plan_sequences(
+      params.batch, most, sequence, sequence + params.batch,
+      [&](int b) { return q_span(params, b).used; },
+      [&](int b) { return blocks_for(k_span(params, b).rows, tile_n); });
+  if (threadIdx.x == 0) params.plan[BwdTileOrder::kTiles] = total;
 }
 
 // Zeros in rows before the first and after the last sequence, a warp for each row and head.

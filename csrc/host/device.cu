@@ -63,6 +63,11 @@ const char* dtype_name(DType dtype) {
   return dtype == DType::kBFloat16 ? "bf16" : dtype == DType::kFloat16 ? "fp16" : "e4m3";
 }
 
+std::string kernel_entry(DType dtype, int head_dim, int head_dim_v) {
+  return std::string(" ") + dtype_name(dtype) + " (" + std::to_string(head_dim) + "," +
+         std::to_string(head_dim_v) + ")";
+}
+
 int32_t bounded_window(int32_t window) {
   return window < 0 ? -1 : window > kLongestWindow ? kLongestWindow : window;
 }

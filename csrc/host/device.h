@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include <cuda_runtime.h>
 
@@ -42,6 +43,9 @@ class DeviceScope {
 };
 
 const char* dtype_name(DType dtype);
+
+// " bf16 (64,64)": an entry of flash_attn3_build_info().
+std::string kernel_entry(DType dtype, int head_dim, int head_dim_v);
 
 // -1 (unlimited) or what can be added to a position.
 int32_t bounded_window(int32_t window);

@@ -78,8 +78,7 @@ std::string compiled_e4m3() {
   std::string text;
   for (const CompiledKernel& kernel : kCompiled) {
     if (kernel.launch == nullptr) break;
-    text +=
-        " e4m3 (" + std::to_string(kernel.head_dim) + "," + std::to_string(kernel.head_dim_v) + ")";
+    text += kernel_entry(DType::kE4M3, kernel.head_dim, kernel.head_dim_v);
   }
   return text;
 }

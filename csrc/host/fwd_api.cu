@@ -259,8 +259,7 @@ const char* flash_attn3_build_info() {
                        std::to_string(__CUDACC_VER_BUILD__) + "; fwd:";
     for (const CompiledKernel& kernel : kCompiled) {
       if (kernel.launch == nullptr) break;
-      text += std::string(" ") + dtype_name(kernel.dtype) + " (" + std::to_string(kernel.head_dim) +
-              "," + std::to_string(kernel.head_dim_v) + ")";
+      text += kernel_entry(kernel.dtype, kernel.head_dim, kernel.head_dim_v);
     }
     return text + compiled_e4m3() + "; bwd:" + bwd_kernel_list();
   }();

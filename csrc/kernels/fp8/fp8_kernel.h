@@ -5,6 +5,7 @@
 #include "kernels/fp8/fp8_producer.h"
 #include "kernels/fp8/fp8_scales.h"
 #include "kernels/fp8/fp8_transpose.h"
+#include "kernels/fwd/fwd_barriers.h"
 #include "kernels/fwd/fwd_scheduler.h"
 
 namespace flash_attn3 {
@@ -18,37 +19,17 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    constexpr int kConsumerWarps = 4 * T::kConsumers;
-    for (int stage = 0; stage < T::kQueryStages; ++stage) {
-      for (int w = 0; w < T::kConsumers; ++w) {
-        mbarrier_init(&shared.q_full[stage][w], 1);
-        mbarrier_init(&shared.q_empty[stage][w], 4);
-      }
-    }
-    for (int stage = 0; stage < T::kKeyStages; ++stage) {
-      mbarrier_init(&shared.k_full[stage], 1);
-      mbarrier_init(&shared.k_empty[stage], kConsumerWarps);
-    }
+    // The producer reads tiles too, and so do the transposing warps.
+    init_shared_barriers<T>(shared, 1 + T::kTransposers);
     for (int stage = 0; stage < T::kRawStages; ++stage) {
       mbarrier_init(&shared.v_raw_full[stage], 1);
       mbarrier_init(&shared.v_raw_empty[stage], 2);
     }
     for (int stage = 0; stage < T::kValueStages; ++stage) {
       mbarrier_init(&shared.v_full[stage], T::kTransposes ? T::kTransposers : 1);
-      mbarrier_init(&shared.v_empty[stage], kConsumerWarps);
     }
-    for (int slot = 0; slot < T::kTileSlots; ++slot) {
-      mbarrier_init(&shared.tile_full[slot], 1);
-      // The producer reads tiles too, and so do the transposing warps.
-      mbarrier_init(&shared.tile_empty[slot], 1 + T::kTransposers + kConsumerWarps);
-    }
-    for (int odd = 0; odd < 2; ++odd) mbarrier_init(&shared.tile_wanted[odd], 1);
-    shared.nonzero = 1;
     mbarrier_init_fence();
-    prefetch_tensor_map(&params.q);
-    prefetch_tensor_map(&params.k);
-    prefetch_tensor_map(&params.v);
-    if constexpr (T::kStagedOut) prefetch_tensor_map(&params.out_map);
+    prefetch_tensor_maps<T>(params);
   }
   __syncthreads();
 

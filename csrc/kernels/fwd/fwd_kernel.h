@@ -1,6 +1,7 @@
 // The persistent forward kernel: set-up, then each warpgroup takes its role.
 #pragma once
 
+#include "kernels/fwd/fwd_barriers.h"
 #include "kernels/fwd/fwd_consumer.h"
 #include "kernels/fwd/fwd_producer.h"
 #include "kernels/fwd/fwd_scheduler.h"
@@ -19,33 +20,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    constexpr int kConsumerWarps = 4 * T::kConsumers;
-    for (int stage = 0; stage < T::kQueryStages; ++stage) {
-      for (int w = 0; w < T::kConsumers; ++w) {
-        mbarrier_init(&shared.q_full[stage][w], 1);
-        mbarrier_init(&shared.q_empty[stage][w], 4);
-      }
-    }
-    for (int stage = 0; stage < T::kKeyStages; ++stage) {
-      mbarrier_init(&shared.k_full[stage], 1);
-      mbarrier_init(&shared.k_empty[stage], kConsumerWarps);
-    }
+    init_shared_barriers<T>(shared, 2);  // producer and tail warp read tiles too
     for (int stage = 0; stage < T::kValueStages; ++stage) {
       mbarrier_init(&shared.v_full[stage], 1);
-      mbarrier_init(&shared.v_empty[stage], kConsumerWarps);
       mbarrier_init(&shared.v_tail[stage], 1);
     }
-    for (int slot = 0; slot < T::kTileSlots; ++slot) {
-      mbarrier_init(&shared.tile_full[slot], 1);
-      mbarrier_init(&shared.tile_empty[slot], 2 + kConsumerWarps);  // producer and tail warp too
-    }
-    for (int odd = 0; odd < 2; ++odd) mbarrier_init(&shared.tile_wanted[odd], 1);
-    shared.nonzero = 1;
     mbarrier_init_fence();
-    prefetch_tensor_map(&params.q);
-    prefetch_tensor_map(&params.k);
-    prefetch_tensor_map(&params.v);
-    if constexpr (T::kStagedOut) prefetch_tensor_map(&params.out_map);
+    prefetch_tensor_maps<T>(params);
   }
   __syncthreads();
 
