@@ -20,7 +20,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import backward_parts as parts  # noqa: E402
-import cases as case_lists  # noqa: E402
 import figures  # noqa: E402
 import forward  # noqa: E402
 import providers  # noqa: E402
@@ -57,16 +56,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         p.error(f"--peers: {sorted(unknown)} is none of {list(parts.PEERS)}")
     args.peers = {name: parts.PEERS[name] for name in names}
     return args
-
-
-def select(args: argparse.Namespace) -> list[parts.BackwardCase]:
-    chosen = []
-    for section in args.only.split(","):
-        found = parts.SECTIONS[section]()
-        if section == "dense" and args.points:
-            found = case_lists.select_dense(args.points, found)
-        chosen += found
-    return chosen
 
 
 def prepare(case, inputs, columns: dict) -> tuple[dict, dict]:
@@ -128,12 +117,7 @@ def measure(selected, args, file) -> list:
 
 def report(file: results.ResultsFile) -> bool:
     """Prints figures and what is missing; True if no figure was missed."""
-    missing: dict[tuple[str, str], int] = {}
-    for row in file.rows:
-        for name, reason in row["reasons"].items():
-            missing[name, reason] = missing.get((name, reason), 0) + 1
-    for (name, reason), count in missing.items():
-        print(f"{name}: {count} rows without a figure: {reason}")
+    forward.print_missing(file)
     found = parts.evaluate(file.rows, file.data["reference"].get("cublas_bf16"))
     for figure in found:
         print(figure.line())
@@ -147,37 +131,25 @@ def report(file: results.ResultsFile) -> bool:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
-        selected = select(args)
+        selected = forward.select(args, parts.SECTIONS)
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    if args.dry_run:
-        for case in selected:
-            print(f"{case.label}  {case.flops / 1e12:8.3f} TFLOP")
-        return 0
-    if not torch.cuda.is_available():
-        print("backward.py measures on a GPU, and torch sees none; --dry-run lists the cases")
-        return 2
+    code = forward.ready(selected, args, "backward.py")
+    if code is not None:
+        return code
     warnings.filterwarnings("ignore", category=UserWarning)
-    if isinstance(providers._import("flash_attn3"), str):
-        sys.path.append(str(results.REPO))  # not installed: the source tree
-        providers._import.cache_clear()
+    forward.find_package()
     package = providers._import("flash_attn3")
     if not isinstance(package, str):
         package.ops.use_backward("kernels")
-    head = results.header("backward")
-    file = results.ResultsFile(args.out or results.default_path("backward", head["device"]), head)
-    if args.resume:
-        print(f"resumed with {file.resume(args.resume)} rows of {args.resume}")
-    print(" ".join(f"{key} {head[key]};" for key in ("device", "driver", "torch", "commit")))
+    file = forward.open_file("backward", args)
     forward.cublas(file)
     left = measure(selected, args, file)
     print()
     print(figures.table([r for r in file.rows if r["config"]["case"] == "dense"],
                         ["ours", *args.peers]))  # fmt: skip
     good = report(file)
-    if left:
-        print(f"time budget spent: {len(left)} cases not measured, from {left[0].label.strip()!r} "
-              f"on; continue with --resume {file.path}")  # fmt: skip
+    forward.print_left(left, file)
     return 1 if args.strict and not good else 0
 
 

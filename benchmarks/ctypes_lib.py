@@ -180,8 +180,72 @@ def _raise(code: int, message: bytes) -> None:
     raise kind(message.decode(errors="replace") or f"the kernel library returned {code}")
 
 
+def _shared_fields(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    sm_margin: int = 0,
+) -> dict:
+    """The fields that FwdParams and BwdParams both have."""
+    ragged_q, ragged_k = cu_seqlens_q is not None, cu_seqlens_k is not None
+    batch = cu_seqlens_q.numel() - 1 if ragged_q else q.shape[0]
+    max_seqlen_q = max_seqlen_q if ragged_q else q.shape[1]
+    max_seqlen_k = max_seqlen_k if ragged_k else k.shape[1]
+    if max_seqlen_q is None or max_seqlen_k is None:
+        raise ValueError("ragged calls need max_seqlen_q and max_seqlen_k")
+    heads, head_dim = q.shape[-2:]
+    heads_kv, head_dim_v = v.shape[-2:]
+    return dict(
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        out=out.data_ptr(),
+        cu_seqlens_q=_pointer(cu_seqlens_q),
+        cu_seqlens_k=_pointer(cu_seqlens_k),
+        seqused_q=_pointer(seqused_q),
+        seqused_k=_pointer(seqused_k),
+        workspace=None,
+        q_strides=_strides(q, ragged_q),
+        k_strides=_strides(k, ragged_k),
+        v_strides=_strides(v, ragged_k),
+        out_strides=_strides(out, ragged_q),
+        batch=batch,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        total_q=q.shape[0] if ragged_q else 0,
+        total_k=k.shape[0] if ragged_k else 0,
+        heads=heads,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=DTYPE_CODES[q.dtype],
+        softmax_scale=1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale,
+        softcap=softcap,
+        window_left=window_size[0],
+        window_right=0 if causal else window_size[1],
+        attention_chunk=attention_chunk,
+        device=q.device.index or 0,
+        sm_margin=sm_margin,
+    )
+
+
 class PreparedForward:
     """A forward call with its parameters filled in; calling it launches on the current stream.
+
+    `options` are those of _shared_fields().
 
     out, lse and the workspace are allocated once, so that a call does no work on the host but the
     library's own. `poison()` fills them with NaN (the workspace with ones), to find elements that
@@ -194,73 +258,19 @@ class PreparedForward:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        *,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        attention_chunk: int = 0,
-        softcap: float = 0.0,
-        cu_seqlens_q: torch.Tensor | None = None,
-        cu_seqlens_k: torch.Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        seqused_q: torch.Tensor | None = None,
-        seqused_k: torch.Tensor | None = None,
-        sm_margin: int = 0,
+        **options,
     ):
         self._library = library
-        ragged_q, ragged_k = cu_seqlens_q is not None, cu_seqlens_k is not None
-        heads, head_dim = q.shape[-2:]
-        heads_kv, head_dim_v = v.shape[-2:]
         out_dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
-        self.out = torch.empty((*q.shape[:-1], head_dim_v), dtype=out_dtype, device=q.device)
-        if ragged_q:
-            batch = cu_seqlens_q.numel() - 1
-            lse_shape = (heads, q.shape[0])
-        else:
-            batch = q.shape[0]
-            lse_shape = (batch, heads, q.shape[1])
-            max_seqlen_q = q.shape[1]
-        if not ragged_k:
-            max_seqlen_k = k.shape[1]
-        if max_seqlen_q is None or max_seqlen_k is None:
-            raise ValueError("ragged calls need max_seqlen_q and max_seqlen_k")
+        self.out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype, device=q.device)
+        fields = _shared_fields(q, k, v, self.out, **options)
+        ragged = options.get("cu_seqlens_q") is not None
+        heads = q.shape[-2]
+        lse_shape = (heads, q.shape[0]) if ragged else (q.shape[0], heads, q.shape[1])
         self.lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
         # What the pointers in the structure refer to must live as long as it does.
-        self._keep = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-        self.params = FwdParams(
-            q=q.data_ptr(),
-            k=k.data_ptr(),
-            v=v.data_ptr(),
-            out=self.out.data_ptr(),
-            lse=self.lse.data_ptr(),
-            cu_seqlens_q=_pointer(cu_seqlens_q),
-            cu_seqlens_k=_pointer(cu_seqlens_k),
-            seqused_q=_pointer(seqused_q),
-            seqused_k=_pointer(seqused_k),
-            workspace=None,
-            q_strides=_strides(q, ragged_q),
-            k_strides=_strides(k, ragged_k),
-            v_strides=_strides(v, ragged_k),
-            out_strides=_strides(self.out, ragged_q),
-            batch=batch,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            total_q=q.shape[0] if ragged_q else 0,
-            total_k=k.shape[0] if ragged_k else 0,
-            heads=heads,
-            heads_kv=heads_kv,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            dtype=DTYPE_CODES[q.dtype],
-            softmax_scale=1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale,
-            softcap=softcap,
-            window_left=window_size[0],
-            window_right=0 if causal else window_size[1],
-            attention_chunk=attention_chunk,
-            device=q.device.index or 0,
-            sm_margin=sm_margin,
-        )
+        self._keep = (q, k, v, options)
+        self.params = FwdParams(lse=self.lse.data_ptr(), **fields)
         self._by_reference = ctypes.byref(self.params)
         self._message = ctypes.create_string_buffer(MESSAGE_SIZE)
         workspace_bytes = library._workspace_bytes(self._by_reference)
@@ -313,77 +323,29 @@ class PreparedBackward:
         lse: torch.Tensor,
         *,
         dlse: torch.Tensor | None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        attention_chunk: int = 0,
-        softcap: float = 0.0,
         deterministic: bool = False,
-        cu_seqlens_q: torch.Tensor | None = None,
-        cu_seqlens_k: torch.Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        seqused_q: torch.Tensor | None = None,
-        seqused_k: torch.Tensor | None = None,
-        sm_margin: int = 0,
+        **options,
     ):
         self._library = library
-        ragged_q, ragged_k = cu_seqlens_q is not None, cu_seqlens_k is not None
         dout = _for_tma(dout)
-        heads, head_dim = q.shape[-2:]
-        heads_kv, head_dim_v = v.shape[-2:]
+        ragged_q = options.get("cu_seqlens_q") is not None
+        ragged_k = options.get("cu_seqlens_k") is not None
         self.dq, self.dk, self.dv = (torch.empty_like(t).contiguous() for t in (q, k, v))
-        if ragged_q:
-            batch = cu_seqlens_q.numel() - 1
-        else:
-            batch, max_seqlen_q = q.shape[0], q.shape[1]
-        if not ragged_k:
-            max_seqlen_k = k.shape[1]
         # What the pointers in the structure refer to must live as long as it does.
-        self._keep = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, seqused_q,
-                      seqused_k)
+        self._keep = (dout, q, k, v, out, lse, dlse, options)
         self.params = BwdParams(
-            q=q.data_ptr(),
-            k=k.data_ptr(),
-            v=v.data_ptr(),
-            out=out.data_ptr(),
             dout=dout.data_ptr(),
             lse=lse.data_ptr(),
             dlse=_pointer(dlse),
             dq=self.dq.data_ptr(),
             dk=self.dk.data_ptr(),
             dv=self.dv.data_ptr(),
-            cu_seqlens_q=_pointer(cu_seqlens_q),
-            cu_seqlens_k=_pointer(cu_seqlens_k),
-            seqused_q=_pointer(seqused_q),
-            seqused_k=_pointer(seqused_k),
-            workspace=None,
-            q_strides=_strides(q, ragged_q),
-            k_strides=_strides(k, ragged_k),
-            v_strides=_strides(v, ragged_k),
-            out_strides=_strides(out, ragged_q),
             dout_strides=_strides(dout, ragged_q),
             dq_strides=_strides(self.dq, ragged_q),
             dk_strides=_strides(self.dk, ragged_k),
             dv_strides=_strides(self.dv, ragged_k),
-            batch=batch,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            total_q=q.shape[0] if ragged_q else 0,
-            total_k=k.shape[0] if ragged_k else 0,
-            heads=heads,
-            heads_kv=heads_kv,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            dtype=DTYPE_CODES[q.dtype],
-            softmax_scale=1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale,
-            softcap=softcap,
-            window_left=window_size[0],
-            window_right=0 if causal else window_size[1],
-            attention_chunk=attention_chunk,
             deterministic=int(deterministic),
-            device=q.device.index or 0,
-            sm_margin=sm_margin,
+            **_shared_fields(q, k, v, out, **options),
         )
         self._by_reference = ctypes.byref(self.params)
         self._message = ctypes.create_string_buffer(MESSAGE_SIZE)

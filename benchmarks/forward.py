@@ -67,10 +67,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def select(args: argparse.Namespace) -> list[Case]:
+def select(args: argparse.Namespace, sections=case_lists.SECTIONS) -> list[Case]:
     chosen = []
     for section in args.only.split(","):
-        found = case_lists.SECTIONS[section]()
+        found = sections[section]()
         if section == "dense" and args.points:
             found = case_lists.select_dense(args.points, found)
         chosen += found
@@ -298,16 +298,55 @@ def measure(selected, columns, own, args, file) -> list[Case]:
     return []
 
 
+def print_missing(file: results.ResultsFile) -> None:
+    counts: dict[tuple[str, str], int] = {}
+    for row in file.rows:
+        for name, reason in row["reasons"].items():
+            counts[name, reason] = counts.get((name, reason), 0) + 1
+    for (name, reason), count in counts.items():
+        print(f"{name}: {count} rows without a figure: {reason}")
+
+
+def find_package() -> None:
+    """Makes flash_attn3 importable, from the source tree where it is not installed."""
+    if isinstance(providers._import("flash_attn3"), str):
+        # Behind everything else on the path, so that it never shadows an installed package.
+        sys.path.append(str(results.REPO))
+        providers._import.cache_clear()
+
+
+def open_file(what: str, args: argparse.Namespace) -> results.ResultsFile:
+    head = results.header(what)
+    file = results.ResultsFile(args.out or results.default_path(what, head["device"]), head)
+    if args.resume:
+        print(f"resumed with {file.resume(args.resume)} rows of {args.resume}")
+    print(" ".join(f"{key} {head[key]};" for key in ("device", "driver", "torch", "commit")))
+    return file
+
+
+def print_left(left: list[Case], file: results.ResultsFile) -> None:
+    if left:
+        print(f"time budget spent: {len(left)} cases not measured, from {left[0].label.strip()!r} "
+              f"on; continue with --resume {file.path}")  # fmt: skip
+
+
+def ready(selected: list[Case], args: argparse.Namespace, script: str) -> int | None:
+    """The exit code of a run that ends before measuring, or None."""
+    if args.dry_run:
+        for case in selected:
+            print(f"{case.label}  {case.flops / 1e12:8.3f} TFLOP")
+        return 0
+    if not torch.cuda.is_available():
+        print(f"{script} measures on a GPU, and torch sees none; --dry-run lists the cases")
+        return 2
+    return None
+
+
 def report(file: results.ResultsFile, columns: dict, own: list[str]) -> bool:
     """Prints the tables; True if no figure was missed."""
     print()
     print(figures.table(file.rows, list(columns)))
-    missing = {}
-    for row in file.rows:
-        for name, reason in row["reasons"].items():
-            missing.setdefault((name, reason), []).append(row)
-    for (name, reason), rows in missing.items():
-        print(f"{name}: {len(rows)} rows without a figure: {reason}")
+    print_missing(file)
     good = True
     for column in own:
         print(f"\n{column}:")
@@ -329,33 +368,18 @@ def main(argv: list[str] | None = None) -> int:
         selected = select(args)
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    if args.dry_run:
-        for case in selected:
-            print(f"{case.label}  {case.flops / 1e12:8.3f} TFLOP")
-        return 0
-    if not torch.cuda.is_available():
-        print("forward.py measures on a GPU, and torch sees none; --dry-run lists the cases")
-        return 2
+    code = ready(selected, args, "forward.py")
+    if code is not None:
+        return code
     # The fallback's notice would otherwise stand between the rows; setup_ours gives the reason.
     warnings.filterwarnings("ignore", category=UserWarning)
-    if isinstance(providers._import("flash_attn3"), str):
-        # Not installed: the source tree, behind everything else on the path, so that it never
-        # shadows an installed package.
-        sys.path.append(str(results.REPO))
-        providers._import.cache_clear()
-    what = "kernels" if args.kernels else "forward"
-    head = results.header(what)
-    file = results.ResultsFile(args.out or results.default_path(what, head["device"]), head)
-    if args.resume:
-        print(f"resumed with {file.resume(args.resume)} rows of {args.resume}")
-    print(" ".join(f"{key} {head[key]};" for key in ("device", "driver", "torch", "commit")))
+    find_package()
+    file = open_file("kernels" if args.kernels else "forward", args)
     columns, own = choose_columns(args)
     cublas(file)
     left = measure(selected, columns, own, args, file)
     good = report(file, columns, own)
-    if left:
-        print(f"time budget spent: {len(left)} cases not measured, from {left[0].label.strip()!r} "
-              f"on; continue with --resume {file.path}")  # fmt: skip
+    print_left(left, file)
     return 1 if args.strict and not good else 0
 
 
