@@ -63,6 +63,7 @@ struct Fp8Traits : Schedule {
   using Schedule::kValueStages;
 
   static constexpr bool kScaled = true;  // Q, K and V have scales
+  static constexpr bool kOpenLeft = false;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
   using QueryPanel = Panel<kHeadDim, 1>;  // of K too
@@ -79,9 +80,12 @@ struct Fp8Traits : Schedule {
   // No block is taller than a tile: nothing to leave out (FwdTraits).
   static constexpr int kMostUnseen = 0;
 
-  static constexpr int kProducerRegisters = 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-  static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536);
+  // What the CTA has at launch, 168 a thread of three warpgroups or 128 of four, is all there is to
+  // hand round: a warpgroup that asks for more waits forever.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters ==
+                (kConsumers == 2 ? 3 * 168 : 4 * 128));
 
   static constexpr int kQueryBytes = kRowsPerConsumer * kHeadDim;
   static constexpr int kKeyBytes = kBlockN * kHeadDim;

@@ -283,8 +283,8 @@ struct FwdConsumer {
       const int row = tile.row0 + epilogue.row_in_tile();
       const int first_column = block.n * T::kBlockN + 2 * (thread() % 4);
       uint32_t seen[2];
-      // Short where the lower end is no question, as far as there are registers for two ways.
-      if (T::kConsumers == 2 && params.mask.window_left < 0 && params.mask.chunk == 0) [[likely]] {
+      // Short where the lower end is no question.
+      if (T::kOpenLeft || (params.mask.window_left < 0 && params.mask.chunk == 0)) [[likely]] {
         const int keys = tile.k_len - first_column;
         const int right = params.mask.window_right;
         const int end = row - tile.q_len + keys + right + 1;  // of the first of both rows

@@ -159,7 +159,7 @@ template <class Element, int kHeadDim, int kHeadDimV>
 Status launch_fwd_of(const FwdParams& in, const FwdContext& context, cudaStream_t stream,
                      FwdPlan* plan) {
   using Schedules = FwdScheduleOf<kHeadDim, kHeadDimV>;
-  if constexpr (HasLong<Schedules>::value) {
+  if constexpr (HasLong<Schedules>::value) {  // FwdTraits::kOpenLeft
     const int long_from = in.window_right < 0 ? kLongFrom : kLongFromCausal;
     if (in.window_left < 0 && in.attention_chunk == 0 &&
         smaller(in.max_seqlen_q, in.max_seqlen_k) >= long_from) {

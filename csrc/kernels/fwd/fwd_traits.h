@@ -91,7 +91,10 @@ struct FwdTraits : Schedule {
   using Schedule::kStagedOut;
   using Schedule::kValueStages;
 
-  static constexpr bool kTurns = true;    // consumers issue their products in turn
+  static constexpr bool kTurns = true;  // consumers issue their products in turn
+  // For calls without a window's left edge or chunks alone: three consumers lack the registers for
+  // both kinds of mask (launch_fwd_of() sees to it).
+  static constexpr bool kOpenLeft = kConsumers == 3;
   static constexpr bool kScaled = false;  // Q, K and V have scales
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
@@ -109,14 +112,15 @@ struct FwdTraits : Schedule {
   // A consumer leaves out so many blocks of a tile at most. Their V is released only after the last
   // block of the tile before, whose V it holds meanwhile: with more, the other consumers would wait
   // for V, and it for its turn (tests/cpu/test_pipeline_model.py).
-  // Tiles no taller than a KV block have no such block at a causal edge, and three consumers have
-  // no register for it.
-  static constexpr int kMostUnseen = kBlockN < kBlockM && kConsumers == 2 ? kValueStages / 2 : 0;
+  // Tiles no taller than a KV block have no such block at a causal edge.
+  static constexpr int kMostUnseen = kBlockN < kBlockM ? kValueStages / 2 : 0;
 
-  // 65,536 registers: what the producer warpgroup gives back, the consumers take.
+  // Of 168 registers a thread of three warpgroups at launch, or 128 of four: what the producer
+  // warpgroup gives back, the consumers take.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-  static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536);
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters ==
+                (kConsumers == 2 ? 3 * 168 : 4 * 128));
 
   static constexpr int kQueryBytes = kRowsPerConsumer * kHeadDim * 2;  // of one consumer
   static constexpr int kKeyBytes = kBlockN * kHeadDim * 2;             // of one stage
