@@ -14,8 +14,7 @@ import torch
 BACKENDS = ("sm90", "aten_flash", "aten_cpu_flash", "aten_efficient", "flex", "blockwise")
 
 BACKWARDS = ("kernels", "torch")
-# "torch" until the binding of the backward kernels has run on a GPU.
-DEFAULT_BACKWARD = "torch"
+DEFAULT_BACKWARD = "kernels"
 
 
 def read_backward() -> str:
