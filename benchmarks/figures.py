@@ -65,9 +65,9 @@ def _known(values) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def dense_ratios(rows: list[dict], column: str = "ours") -> list[float]:
+def dense_ratios(rows: list[dict], column: str = "ours", dtype: str = "bf16") -> list[float]:
     found = []
-    for row in _section(rows, "dense"):
+    for row in _section(rows, "dense", dtype):
         best = best_peer(row)
         found.append(ratio(row, best[1], column) if best else None)
     return _known(found)

@@ -155,7 +155,7 @@ def prepare_calls(case: Case, inputs: Inputs, columns: dict, fp16: bool):
     return calls, reasons
 
 
-def disagreement(calls: dict, own: list[str]) -> dict[str, float]:
+def disagreement(calls: dict, own: list[str], limit: float = AGREEMENT) -> dict[str, float]:
     """Own columns whose result is far from a peer's (relative difference), so that no wrong
     result is timed unnoticed. Peers that fail are left to the timers to report."""
 
@@ -178,7 +178,7 @@ def disagreement(calls: dict, own: list[str]) -> dict[str, float]:
             squares[0] += float((a.float() - b.float()).square().sum())
             squares[1] += float(b.float().square().sum())
         difference = (squares[0] / squares[1]) ** 0.5
-        if not difference <= AGREEMENT:  # NaN too
+        if not difference <= limit:  # NaN too
             wrong[name] = difference
     return wrong
 

@@ -110,8 +110,7 @@ struct Fp8Transposer {
         raw_ring.advance();
         v_ring.advance();
       }
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(&shared.tile_empty[tile_ring.slot()]);
+      warp_arrive(&shared.tile_empty[tile_ring.slot()], lane);
       tile_ring.advance();
     }
   }

@@ -11,23 +11,23 @@ namespace flash_attn3 {
 template <class T>
 __device__ __forceinline__ void init_shared_barriers(typename T::SharedMemory& shared,
                                                      int tile_readers) {
-  constexpr int kConsumerWarps = 4 * T::kConsumers;
+  constexpr int kConsumerArrivals = 4 * T::kConsumers * kArrivalsPerWarp;
   for (int stage = 0; stage < T::kQueryStages; ++stage) {
     for (int w = 0; w < T::kConsumers; ++w) {
       mbarrier_init(&shared.q_full[stage][w], 1);
-      mbarrier_init(&shared.q_empty[stage][w], 4);
+      mbarrier_init(&shared.q_empty[stage][w], 4 * kArrivalsPerWarp);
     }
   }
   for (int stage = 0; stage < T::kKeyStages; ++stage) {
     mbarrier_init(&shared.k_full[stage], 1);
-    mbarrier_init(&shared.k_empty[stage], kConsumerWarps);
+    mbarrier_init(&shared.k_empty[stage], kConsumerArrivals);
   }
   for (int stage = 0; stage < T::kValueStages; ++stage) {
-    mbarrier_init(&shared.v_empty[stage], kConsumerWarps);
+    mbarrier_init(&shared.v_empty[stage], kConsumerArrivals);
   }
   for (int slot = 0; slot < T::kTileSlots; ++slot) {
     mbarrier_init(&shared.tile_full[slot], 1);
-    mbarrier_init(&shared.tile_empty[slot], tile_readers + kConsumerWarps);
+    mbarrier_init(&shared.tile_empty[slot], tile_readers * kArrivalsPerWarp + kConsumerArrivals);
   }
   for (int odd = 0; odd < 2; ++odd) mbarrier_init(&shared.tile_wanted[odd], 1);
   shared.nonzero = 1;

@@ -61,8 +61,7 @@ struct FwdConsumer {
   static __device__ __forceinline__ int thread() { return threadIdx.x % 128; }
 
   __device__ __forceinline__ void release(uint64_t* barrier) {
-    __syncwarp();
-    if (thread() % 32 == 0) mbarrier_arrive(barrier);
+    warp_arrive(barrier, thread() % 32);
   }
 
   __device__ __forceinline__ void set_newest(int n, uint32_t first) {

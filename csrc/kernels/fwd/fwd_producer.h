@@ -116,8 +116,7 @@ struct ProducerLoop {
       first = false;
       if constexpr (T::kQueryAhead) look_ahead();
       if (any_block) loads().load_v(tile, tile.n_begin);
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(&shared.tile_empty[tile_ring.slot()]);
+      warp_arrive(&shared.tile_empty[tile_ring.slot()], lane);
       tile_ring.advance();
     }
   }

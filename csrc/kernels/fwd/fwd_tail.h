@@ -57,8 +57,7 @@ struct FwdTail {
         }
         for (int n = tile.n_begin; n < tile.n_end; ++n) v_ring.advance();
       }
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(&shared.tile_empty[tile_ring.slot()]);
+      warp_arrive(&shared.tile_empty[tile_ring.slot()], lane);
       tile_ring.advance();
     }
   }
