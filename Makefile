@@ -7,7 +7,7 @@ CHECK_DTYPES ?= bf16
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run train test build bench bench-backward plots readme build-time compile-check clean
+.PHONY: help run train test build bench bench-backward bench-fp8 plots readme build-time compile-check clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -29,6 +29,9 @@ bench:  ## measure the forward against the peers (needs the GPU); writes benchma
 
 bench-backward:  ## measure the backward likewise; writes benchmarks/results/backward-*.json
 	@$(READY) bench -- python benchmarks/backward.py $(ARGS)
+
+bench-fp8:  ## measure the e4m3 forward likewise; writes benchmarks/results/fp8-*.json
+	@$(READY) bench -- python benchmarks/fp8.py $(ARGS)
 
 build-time:  ## time and memory of a full build; writes benchmarks/results/build-*.json
 	@$(READY) build -- python benchmarks/build_time.py $(ARGS)

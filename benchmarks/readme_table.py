@@ -1,4 +1,4 @@
-"""Put tables and figures of benchmarks/results/{forward,backward}-*.json between README's markers.
+"""Put tables and figures of benchmarks/results (forward, backward, fp8) between README's markers.
 
     python benchmarks/readme_table.py [--check]     --check: exit code 1 if the README is stale
 """
@@ -13,7 +13,12 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- {} figures: begin -->", "<!-- {} figures: end -->"
 # What is measured, and its peers (FA3's wheel has no backward).
-PEERS = {"forward": ("fa2", "fa3", "fa4", "cudnn"), "backward": ("fa2", "fa4", "cudnn")}
+PEERS = {
+    "forward": ("fa2", "fa3", "fa4", "cudnn"),
+    "backward": ("fa2", "fa4", "cudnn"),
+    "fp8": ("fa3", "cudnn"),
+}
+DTYPES = {"forward": "bf16", "backward": "bf16", "fp8": "e4m3"}
 TITLES = {"fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "cudnn": "cuDNN"}
 VERDICTS = {True: "yes", False: "**no**", None: "not measured"}
 
@@ -23,11 +28,11 @@ def cell(value: float | None) -> str:
 
 
 def markdown(data: dict) -> str:
-    columns = PEERS[data["what"]]
+    columns, dtype = PEERS[data["what"]], DTYPES[data["what"]]
     compared = [p for p in columns if p != "fa2"]
     lines = [
         f"Measured on {data['device']} (driver {data['driver']}, torch {data['torch']}),",
-        f"commit {data['commit']}, {data['date']}; {data['unit']}, bf16, 16,384 tokens, "
+        f"commit {data['commit']}, {data['date']}; {data['unit']}, {dtype}, 16,384 tokens, "
         "hidden 2048.",
         "",
         "| D | mask | S | flash_attn3 | " + " | ".join(TITLES[p] for p in columns) + " | ratio |",
@@ -35,7 +40,7 @@ def markdown(data: dict) -> str:
     ]
     for row in data["rows"]:
         config, peers = row["config"], row["peers"]
-        if config.get("case") != "dense" or config["dtype"] != "bf16":
+        if config.get("case") != "dense" or config["dtype"] != dtype:
             continue
         best = max((peers.get(p) or 0 for p in compared), default=0)
         ratio = f"{row['ours'] / best:.2f}" if best and row["ours"] else "-"
