@@ -7,7 +7,8 @@ CHECK_DTYPES ?= bf16
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run train test build bench bench-backward bench-fp8 plots readme build-time compile-check clean
+.PHONY: help run train test build bench bench-backward bench-fp8 plots readme build-time
+.PHONY: compile-check clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
