@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/clone.h>
@@ -34,6 +35,13 @@ struct Shape {
   int64_t head_dim = 0;
   int64_t head_dim_v = 0;
 };
+
+// Of the three that have kernels.
+inline DType dtype_of(at::ScalarType dtype) {
+  return dtype == at::kHalf       ? DType::kFloat16
+         : dtype == at::kBFloat16 ? DType::kBFloat16
+                                  : DType::kE4M3;
+}
 
 inline void throw_status(int status, const char* message) {
   switch (status) {
@@ -88,33 +96,29 @@ inline void check_rank(const Tensor& t, const char* name, bool ragged, const cha
       cu_name);
 }
 
-inline Shape check_inputs(const Tensor& q, const Tensor& k, const Tensor& v,
-                          const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                          const OptionalTensor& seqused_q, const OptionalTensor& seqused_k) {
+// q, k, the lengths, and all of a call's shape but v's head dim.
+inline Shape check_queries_and_keys(const Tensor& q, const Tensor& k,
+                                    const OptionalTensor& cu_seqlens_q,
+                                    const OptionalTensor& cu_seqlens_k,
+                                    const OptionalTensor& seqused_q,
+                                    const OptionalTensor& seqused_k) {
   TORCH_CHECK_VALUE(q.defined() && q.is_cuda(), "q is not on a CUDA device");
   const auto device = q.device();
   check_cuda_tensor(q, "q", device);
   check_cuda_tensor(k, "k", device);
-  check_cuda_tensor(v, "v", device);
-  const auto dtype = q.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16, "q has dtype ", dtype,
-                   "; expected torch.float16 or torch.bfloat16");
-  check_same_dtype(k, "k", dtype);
-  check_same_dtype(v, "v", dtype);
+  check_same_dtype(k, "k", q.scalar_type());
 
   Shape s;
   s.ragged_q = cu_seqlens_q.has_value();
   s.ragged_k = cu_seqlens_k.has_value();
   check_rank(q, "q", s.ragged_q, "cu_seqlens_q");
   check_rank(k, "k", s.ragged_k, "cu_seqlens_k");
-  check_rank(v, "v", s.ragged_k, "cu_seqlens_k");
 
   s.rows_q = q.size(s.ragged_q ? 0 : 1);
   s.rows_k = k.size(s.ragged_k ? 0 : 1);
   s.heads = q.size(-2);
   s.heads_kv = k.size(-2);
   s.head_dim = q.size(-1);
-  s.head_dim_v = v.size(-1);
   if (s.ragged_q) {
     TORCH_CHECK_VALUE(cu_seqlens_q->dim() == 1 && cu_seqlens_q->size(0) >= 1,
                       "cu_seqlens_q has shape ", cu_seqlens_q->sizes(), "; expected (batch + 1,)");
@@ -126,17 +130,40 @@ inline Shape check_inputs(const Tensor& q, const Tensor& k, const Tensor& v,
   if (s.ragged_k) {
     check_int_vector(*cu_seqlens_k, "cu_seqlens_k", s.batch + 1, device);
     check_shape(k, "k", {s.rows_k, s.heads_kv, s.head_dim});
-    check_shape(v, "v", {s.rows_k, s.heads_kv, s.head_dim_v});
   } else {
     check_shape(k, "k", {s.batch, s.rows_k, s.heads_kv, s.head_dim});
-    check_shape(v, "v", {s.batch, s.rows_k, s.heads_kv, s.head_dim_v});
   }
-  check_head_dim(s.head_dim, "q");
-  check_head_dim(s.head_dim_v, "v");
   TORCH_CHECK_VALUE(s.heads_kv >= 1 && s.heads >= 1 && s.heads % s.heads_kv == 0, "q has ", s.heads,
                     " heads and k has ", s.heads_kv, "; expected a multiple of the heads of k");
   if (seqused_q.has_value()) check_int_vector(*seqused_q, "seqused_q", s.batch, device);
   if (seqused_k.has_value()) check_int_vector(*seqused_k, "seqused_k", s.batch, device);
+  return s;
+}
+
+// v as rows like those of k.
+inline void check_value_rows(const Tensor& v, const Tensor& q, Shape* s) {
+  check_cuda_tensor(v, "v", q.device());
+  check_same_dtype(v, "v", q.scalar_type());
+  check_rank(v, "v", s->ragged_k, "cu_seqlens_k");
+  s->head_dim_v = v.size(-1);
+  if (s->ragged_k) {
+    check_shape(v, "v", {s->rows_k, s->heads_kv, s->head_dim_v});
+  } else {
+    check_shape(v, "v", {s->batch, s->rows_k, s->heads_kv, s->head_dim_v});
+  }
+}
+
+// Those of a call in float16 or bfloat16.
+inline Shape check_inputs(const Tensor& q, const Tensor& k, const Tensor& v,
+                          const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                          const OptionalTensor& seqused_q, const OptionalTensor& seqused_k) {
+  Shape s = check_queries_and_keys(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
+  const auto dtype = q.scalar_type();
+  TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16, "q has dtype ", dtype,
+                   "; expected torch.float16 or torch.bfloat16");
+  check_value_rows(v, q, &s);
+  check_head_dim(s.head_dim, "q", 8);
+  check_head_dim(s.head_dim_v, "v", 8);
   return s;
 }
 
@@ -192,9 +219,60 @@ void fill_options(const Shape& s, c10::DeviceIndex device, int64_t max_seqlen_q,
   p->device = device;
 }
 
+// Fills out and lse where no query has a key; returns false if a launch is needed instead.
+inline bool without_launch(const Shape& s, const Tensor& out, const Tensor& lse,
+                           int64_t max_seqlen_q, int64_t max_seqlen_k) {
+  const bool no_query = s.rows_q == 0 || (!s.ragged_q && s.batch == 0);
+  if (no_query) return true;
+  if (s.batch == 0 || max_seqlen_q == 0 || s.rows_k == 0 || max_seqlen_k == 0) {
+    out.zero_();
+    lse.fill_(-std::numeric_limits<double>::infinity());
+    return true;
+  }
+  return false;
+}
+
 inline Tensor empty_on(c10::Device device, at::IntArrayRef sizes, at::ScalarType dtype) {
   // Not at::empty: this code is the CUDA kernel of the operator, so the dispatcher adds nothing.
   return Tensor(at::detail::empty_cuda(sizes, dtype, device, std::nullopt));
+}
+
+inline FwdResult empty_results(const Shape& s, c10::Device device, at::ScalarType dtype) {
+  if (s.ragged_q) {
+    return {empty_on(device, {s.rows_q, s.heads, s.head_dim_v}, dtype),
+            empty_on(device, {s.heads, s.rows_q}, at::kFloat)};
+  }
+  return {empty_on(device, {s.batch, s.rows_q, s.heads, s.head_dim_v}, dtype),
+          empty_on(device, {s.batch, s.heads, s.rows_q}, at::kFloat)};
+}
+
+// The fields of a forward launch that the tensors give; returns the workspace, to be kept until it.
+inline Tensor fill_tensors(const Shape& s, const Tensor& q, const Tensor& k, const Tensor& v,
+                           const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                           const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
+                           const Tensor& out, const Tensor& lse, FwdParams* p) {
+  p->q = q.const_data_ptr();
+  p->k = k.const_data_ptr();
+  p->v = v.const_data_ptr();
+  p->out = out.mutable_data_ptr();
+  p->lse = lse.mutable_data_ptr<float>();
+  p->cu_seqlens_q = int_pointer(cu_seqlens_q);
+  p->cu_seqlens_k = int_pointer(cu_seqlens_k);
+  p->seqused_q = int_pointer(seqused_q);
+  p->seqused_k = int_pointer(seqused_k);
+  p->q_strides = strides_of(q, s.ragged_q);
+  p->k_strides = strides_of(k, s.ragged_k);
+  p->out_strides = strides_of(out, s.ragged_q);
+  p->dtype = dtype_of(q.scalar_type());
+  // The allocator hands a freed block on to work of the same stream only, so neither the workspace
+  // nor copies of the inputs need a record_stream.
+  Tensor workspace;
+  const int64_t workspace_bytes = flash_attn3_fwd_workspace_bytes(p);
+  if (workspace_bytes > 0) {
+    workspace = empty_on(q.device(), {workspace_bytes}, at::kByte);
+    p->workspace = workspace.mutable_data_ptr();
+  }
+  return workspace;
 }
 
 // What was found about a dtype and head dims; asked of the kernel library once for each triple.
@@ -204,12 +282,13 @@ class HeadDimAnswers {
 
   // Head dims must be multiples of 8 up to 256.
   std::atomic<int8_t>& at(at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
-    return answers_[((dtype == at::kHalf ? 0 : 1) * kDims + head_dim / 8) * kDims + head_dim_v / 8];
+    const int64_t row = static_cast<int64_t>(dtype_of(dtype)) * kDims + head_dim / 8;
+    return answers_[row * kDims + head_dim_v / 8];
   }
 
  private:
   static constexpr int64_t kDims = 256 / 8 + 1;
-  std::array<std::atomic<int8_t>, 2 * kDims * kDims> answers_{};
+  std::array<std::atomic<int8_t>, 3 * kDims * kDims> answers_{};
 };
 
 }  // namespace flash_attn3::api

@@ -30,9 +30,9 @@ inline void check_shape(const Tensor& t, const char* name, at::IntArrayRef expec
   TORCH_CHECK_VALUE(t.sizes() == expected, name, " has shape ", t.sizes(), "; expected ", expected);
 }
 
-inline void check_head_dim(int64_t dim, const char* name) {
-  TORCH_CHECK_VALUE(dim >= 8 && dim <= 256 && dim % 8 == 0, name, " has head dim ", dim,
-                    "; expected a multiple of 8 from 8 to 256");
+inline void check_head_dim(int64_t dim, const char* name, int64_t step) {
+  TORCH_CHECK_VALUE(dim >= step && dim <= 256 && dim % step == 0, name, " has head dim ", dim,
+                    "; expected a multiple of ", step, " from ", step, " to 256");
 }
 
 // cu_seqlens_* and seqused_*: the kernel reads `length` of them with unit stride.

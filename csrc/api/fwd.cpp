@@ -18,19 +18,6 @@
 namespace flash_attn3::api {
 namespace {
 
-// Fills out and lse where no query has a key; returns false if a launch is needed instead.
-bool without_launch(const Shape& s, const Tensor& out, const Tensor& lse, int64_t max_seqlen_q,
-                    int64_t max_seqlen_k) {
-  const bool no_query = s.rows_q == 0 || (!s.ragged_q && s.batch == 0);
-  if (no_query) return true;
-  if (s.batch == 0 || max_seqlen_q == 0 || s.rows_k == 0 || max_seqlen_k == 0) {
-    out.zero_();
-    lse.fill_(-std::numeric_limits<double>::infinity());
-    return true;
-  }
-  return false;
-}
-
 void run(const Shape& s, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
          FLASH_ATTN3_OPTION_PARAMETERS(int64_t), const Tensor& out, const Tensor& lse) {
   const auto device = q_in.device();
@@ -44,29 +31,9 @@ void run(const Shape& s, const Tensor& q_in, const Tensor& k_in, const Tensor& v
   const Tensor q = readable_by_tma(q_in);
   const Tensor k = readable_by_tma(k_in);
   const Tensor v = readable_by_tma(v_in);
-  p.q = q.const_data_ptr();
-  p.k = k.const_data_ptr();
-  p.v = v.const_data_ptr();
-  p.out = out.mutable_data_ptr();
-  p.lse = lse.mutable_data_ptr<float>();
-  p.cu_seqlens_q = int_pointer(cu_seqlens_q);
-  p.cu_seqlens_k = int_pointer(cu_seqlens_k);
-  p.seqused_q = int_pointer(seqused_q);
-  p.seqused_k = int_pointer(seqused_k);
-  p.q_strides = strides_of(q, s.ragged_q);
-  p.k_strides = strides_of(k, s.ragged_k);
+  const Tensor workspace =
+      fill_tensors(s, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, &p);
   p.v_strides = strides_of(v, s.ragged_k);
-  p.out_strides = strides_of(out, s.ragged_q);
-  p.dtype = q.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
-
-  // The allocator hands a freed block on to work of the same stream only, so neither the workspace
-  // nor the copies above need a record_stream.
-  Tensor workspace;
-  const int64_t workspace_bytes = flash_attn3_fwd_workspace_bytes(&p);
-  if (workspace_bytes > 0) {
-    workspace = empty_on(device, {workspace_bytes}, at::kByte);
-    p.workspace = workspace.mutable_data_ptr();
-  }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
   char message[kMessageSize] = "";
   throw_status(flash_attn3_fwd(&p, stream, message, sizeof(message)), message);
@@ -77,15 +44,7 @@ void run(const Shape& s, const Tensor& q_in, const Tensor& k_in, const Tensor& v
 FwdResult fwd_cuda(const Tensor& q, const Tensor& k, const Tensor& v,
                    FLASH_ATTN3_OPTION_PARAMETERS(int64_t)) {
   const Shape s = check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
-  Tensor out;
-  Tensor lse;
-  if (s.ragged_q) {
-    out = empty_on(q.device(), {s.rows_q, s.heads, s.head_dim_v}, q.scalar_type());
-    lse = empty_on(q.device(), {s.heads, s.rows_q}, at::kFloat);
-  } else {
-    out = empty_on(q.device(), {s.batch, s.rows_q, s.heads, s.head_dim_v}, q.scalar_type());
-    lse = empty_on(q.device(), {s.batch, s.heads, s.rows_q}, at::kFloat);
-  }
+  auto [out, lse] = empty_results(s, q.device(), q.scalar_type());
   run(s, q, k, v, FLASH_ATTN3_OPTION_ARGUMENTS, out, lse);
   return {std::move(out), std::move(lse)};
 }
@@ -142,12 +101,11 @@ bool compiled_for(at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v,
   PlanRequest request;
   request.head_dim = head_dim;
   request.head_dim_v = head_dim_v;
-  request.half = dtype == at::kHalf;
+  request.dtype = dtype_of(dtype);
   request.device = device;
-  const FwdParams p = plan_params(request);
   FwdPlan plan{};
   char message[kMessageSize] = "";
-  const int status = flash_attn3_fwd_plan(&p, &plan, message, sizeof(message));
+  const int status = ask_plan(request, &plan, message, sizeof(message));
   // An error of CUDA says nothing about what was compiled: let the launch report it.
   if (status == 1 || status == 2) {
     answer.store(HeadDimAnswers::kNo, std::memory_order_relaxed);

@@ -35,6 +35,21 @@ const c10::TypedOperatorHandle<FwdOutSignature>& fwd_out_op() {
   return op;
 }
 
+const c10::TypedOperatorHandle<FwdE4m3Signature>& fwd_e4m3_op() {
+  static const auto op = find<FwdE4m3Signature>("flash_attn3::fwd_e4m3");
+  return op;
+}
+
+const c10::TypedOperatorHandle<QuantizeSignature>& quantize_op() {
+  static const auto op = find<QuantizeSignature>("flash_attn3::quantize");
+  return op;
+}
+
+const c10::TypedOperatorHandle<RowMeanSignature>& row_mean_op() {
+  static const auto op = find<RowMeanSignature>("flash_attn3::row_mean");
+  return op;
+}
+
 const c10::TypedOperatorHandle<BwdSignature>& bwd_op() {
   static const auto op = find<BwdSignature>("flash_attn3::bwd");
   return op;
@@ -61,18 +76,34 @@ TORCH_LIBRARY(flash_attn3, m) {
       "bwd_torch(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
       "lse, " FLASH_ATTN3_OPTION_SCHEMA ") -> (Tensor dq, Tensor dk, Tensor dv)",
       tags);
+  m.def(
+      "fwd_e4m3(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
+      "SymInt q_block, SymInt k_block, SymInt v_block, bool "
+      "v_transposed, " FLASH_ATTN3_OPTION_SCHEMA ") -> (Tensor out, Tensor lse)",
+      tags);
+  m.def(
+      "quantize(Tensor x, Tensor? mean, Tensor? cu_seqlens, Tensor? seqused, SymInt block, "
+      "bool rotate, bool transposed) -> (Tensor values, Tensor scale)",
+      tags);
+  m.def("row_mean(Tensor x, Tensor? cu_seqlens, Tensor? seqused) -> Tensor", tags);
 }
 
 TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
   m.impl("fwd", &fwd_cuda);
   m.impl("fwd_out", &fwd_out_cuda);
   m.impl("bwd", &bwd_cuda);
+  m.impl("fwd_e4m3", &fwd_e4m3_cuda);
+  m.impl("quantize", &quantize_cuda);
+  m.impl("row_mean", &row_mean_cuda);
 }
 
 TORCH_LIBRARY_IMPL(flash_attn3, Autograd, m) {
   m.impl("fwd", &fwd_autograd);
   m.impl("fwd_out", &fwd_out_autograd);
   m.impl("bwd", &bwd_autograd);
+  m.impl("fwd_e4m3", &fwd_e4m3_autograd);
+  m.impl("quantize", &quantize_autograd);
+  m.impl("row_mean", &row_mean_autograd);
 }
 
 TORCH_LIBRARY_IMPL(flash_attn3, ADInplaceOrView, m) { m.impl("fwd_out", &fwd_out_inplace); }

@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/version.h>
 
+#include "call.h"
 #include "device.h"
 #include "host/params.h"
 #include "ops.h"
@@ -26,16 +27,20 @@ namespace py = pybind11;
 __attribute__((used)) constexpr char kTorchMarker[] =
     "FLASH_ATTN3_BUILT_AGAINST_TORCH=" TORCH_VERSION ";";
 
+at::ScalarType compiled_dtype(const std::string& name) {
+  if (name == "bf16") return at::kBFloat16;
+  if (name == "fp16") return at::kHalf;
+  if (name == "e4m3") return at::kFloat8_e4m3fn;
+  throw py::value_error("dtype is '" + name + "'; expected 'bf16', 'fp16' or 'e4m3'");
+}
+
 py::dict fwd_plan(int64_t head_dim, int64_t head_dim_v, const std::string& dtype, int64_t batch,
                   int64_t seqlen_q, int64_t seqlen_k, int64_t heads, int64_t heads_kv, bool causal,
                   int64_t window_left, int64_t window_right, int64_t device, int64_t sm_margin) {
-  if (dtype != "bf16" && dtype != "fp16") {
-    throw py::value_error("dtype is '" + dtype + "'; expected 'bf16' or 'fp16'");
-  }
   PlanRequest r;
+  r.dtype = dtype_of(compiled_dtype(dtype));
   r.head_dim = head_dim;
   r.head_dim_v = head_dim_v;
-  r.half = dtype == "fp16";
   r.batch = batch;
   r.seqlen_q = seqlen_q;
   r.seqlen_k = seqlen_k;
@@ -45,10 +50,9 @@ py::dict fwd_plan(int64_t head_dim, int64_t head_dim_v, const std::string& dtype
   r.window_right = causal ? 0 : window_right;
   r.device = device;
   r.sm_margin = sm_margin;
-  const FwdParams p = plan_params(r);
   FwdPlan plan{};
-  char message[512] = "";
-  const int status = flash_attn3_fwd_plan(&p, &plan, message, sizeof(message));
+  char message[kMessageSize] = "";
+  const int status = ask_plan(r, &plan, message, sizeof(message));
   if (status != 0) {
     PyObject* type = status == 1   ? PyExc_ValueError
                      : status == 2 ? PyExc_NotImplementedError
@@ -67,6 +71,7 @@ py::dict fwd_plan(int64_t head_dim, int64_t head_dim_v, const std::string& dtype
   d["shared_bytes"] = plan.shared_bytes;
   d["local_bytes"] = plan.local_bytes;
   d["grid"] = plan.grid;
+  const FwdParams p = plan_params(r);
   d["workspace_bytes"] = flash_attn3_fwd_workspace_bytes(&p);
   return d;
 }
@@ -300,13 +305,11 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "compiled_for",
       [](const std::string& dtype, int64_t head_dim, int64_t head_dim_v, int64_t device) {
-        if (dtype != "bf16" && dtype != "fp16") {
-          throw py::value_error("dtype is '" + dtype + "'; expected 'bf16' or 'fp16'");
-        }
-        const auto fits = [](int64_t d) { return d >= 8 && d <= 256 && d % 8 == 0; };
+        const at::ScalarType type = compiled_dtype(dtype);
+        const int64_t step = type == at::kFloat8_e4m3fn ? 16 : 8;
+        const auto fits = [step](int64_t d) { return d >= step && d <= 256 && d % step == 0; };
         return fits(head_dim) && fits(head_dim_v) &&
-               compiled_for(dtype == "fp16" ? at::kHalf : at::kBFloat16, head_dim, head_dim_v,
-                            static_cast<c10::DeviceIndex>(device));
+               compiled_for(type, head_dim, head_dim_v, static_cast<c10::DeviceIndex>(device));
       },
       "Whether this build holds a forward kernel for these; asked of a Hopper device.",
       py::arg("dtype"), py::arg("head_dim"), py::arg("head_dim_v"), py::arg("device") = 0);

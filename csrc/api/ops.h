@@ -28,7 +28,17 @@ using OptionalTensor = std::optional<Tensor>;
   cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale, \
       causal, window_left, window_right, attention_chunk, softcap, deterministic, sm_margin
 
+// What turns the e4m3 values of q, k, v into real ones: a scale each KV head (*_block 0) or each
+// block of so many rows of a head.
+#define FLASH_ATTN3_SCALE_PARAMETERS(Int)                                                      \
+  const OptionalTensor &q_scale, const OptionalTensor &k_scale, const OptionalTensor &v_scale, \
+      Int q_block, Int k_block, Int v_block, bool v_transposed
+
+#define FLASH_ATTN3_SCALE_ARGUMENTS \
+  q_scale, k_scale, v_scale, q_block, k_block, v_block, v_transposed
+
 using FwdResult = std::tuple<Tensor, Tensor>;          // out, lse
+using QuantizeResult = std::tuple<Tensor, Tensor>;     // values, scale
 using BwdResult = std::tuple<Tensor, Tensor, Tensor>;  // dq, dk, dv
 
 using FwdSignature = FwdResult(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -40,10 +50,23 @@ using BwdSignature = BwdResult(const Tensor& dout, const OptionalTensor& dlse, c
                                const Tensor& k, const Tensor& v, const Tensor& out,
                                const Tensor& lse, FLASH_ATTN3_OPTION_PARAMETERS(c10::SymInt));
 
+using FwdE4m3Signature = FwdResult(const Tensor& q, const Tensor& k, const Tensor& v,
+                                   FLASH_ATTN3_SCALE_PARAMETERS(c10::SymInt),
+                                   FLASH_ATTN3_OPTION_PARAMETERS(c10::SymInt));
+using QuantizeSignature = QuantizeResult(const Tensor& x, const OptionalTensor& mean,
+                                         const OptionalTensor& cu_seqlens,
+                                         const OptionalTensor& seqused, c10::SymInt block,
+                                         bool rotate, bool transposed);
+using RowMeanSignature = Tensor(const Tensor& x, const OptionalTensor& cu_seqlens,
+                                const OptionalTensor& seqused);
+
 const c10::TypedOperatorHandle<FwdSignature>& fwd_op();
 const c10::TypedOperatorHandle<FwdOutSignature>& fwd_out_op();
 const c10::TypedOperatorHandle<BwdSignature>& bwd_op();
 const c10::TypedOperatorHandle<BwdSignature>& bwd_torch_op();
+const c10::TypedOperatorHandle<FwdE4m3Signature>& fwd_e4m3_op();
+const c10::TypedOperatorHandle<QuantizeSignature>& quantize_op();
+const c10::TypedOperatorHandle<RowMeanSignature>& row_mean_op();
 
 // fwd.cpp: the CUDA key.
 FwdResult fwd_cuda(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -55,6 +78,18 @@ void fwd_out_cuda(const Tensor& q, const Tensor& k, const Tensor& v,
 BwdResult bwd_cuda(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q, const Tensor& k,
                    const Tensor& v, const Tensor& out, const Tensor& lse,
                    FLASH_ATTN3_OPTION_PARAMETERS(int64_t));
+
+// fp8.cpp: the CUDA keys, and the Autograd keys.
+FwdResult fwd_e4m3_cuda(const Tensor& q, const Tensor& k, const Tensor& v,
+                        FLASH_ATTN3_SCALE_PARAMETERS(int64_t),
+                        FLASH_ATTN3_OPTION_PARAMETERS(int64_t));
+QuantizeResult quantize_cuda(const Tensor& x, const OptionalTensor& mean,
+                             const OptionalTensor& cu_seqlens, const OptionalTensor& seqused,
+                             int64_t block, bool rotate, bool transposed);
+RowMeanSignature row_mean_cuda;
+FwdE4m3Signature fwd_e4m3_autograd;
+QuantizeSignature quantize_autograd;
+RowMeanSignature row_mean_autograd;
 
 // Whether flash_attn3::bwd may take this project's kernels; returns what it was before.
 bool use_backward_kernels(bool on);

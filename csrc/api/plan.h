@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 
 #include "host/params.h"
@@ -12,7 +13,7 @@ namespace flash_attn3::api {
 struct PlanRequest {
   int64_t head_dim = 128;
   int64_t head_dim_v = 128;
-  bool half = false;  // else bfloat16
+  DType dtype = DType::kBFloat16;
   int64_t batch = 1;
   int64_t seqlen_q = 4096;
   int64_t seqlen_k = 4096;
@@ -49,13 +50,22 @@ inline FwdParams plan_params(const PlanRequest& r) {
   p.heads_kv = static_cast<int32_t>(r.heads_kv);
   p.head_dim = static_cast<int32_t>(r.head_dim);
   p.head_dim_v = static_cast<int32_t>(r.head_dim_v);
-  p.dtype = r.half ? DType::kFloat16 : DType::kBFloat16;
+  p.dtype = r.dtype;
   p.softmax_scale = 1.0f / std::sqrt(static_cast<float>(r.head_dim));
   p.window_left = static_cast<int32_t>(r.window_left);
   p.window_right = static_cast<int32_t>(r.window_right);
   p.device = static_cast<int32_t>(r.device);
   p.sm_margin = static_cast<int32_t>(r.sm_margin);
   return p;
+}
+
+// The plan of such a call; 0, or what flash_attn3_fwd_plan says of errors. e4m3: V as rows.
+inline int ask_plan(const PlanRequest& r, FwdPlan* plan, char* message, size_t message_size) {
+  const FwdParams p = plan_params(r);
+  if (r.dtype != DType::kE4M3) return flash_attn3_fwd_plan(&p, plan, message, message_size);
+  Fp8Params fp8{};
+  fp8.fwd = p;
+  return flash_attn3_fp8_fwd_plan(&fp8, plan, message, message_size);
 }
 
 }  // namespace flash_attn3::api

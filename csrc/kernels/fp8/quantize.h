@@ -164,7 +164,12 @@ __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ Q
   const int batch = ragged ? 0 : slot / args.blocks;
   const int block = ragged ? slot : slot - batch * args.blocks;
   const RowBlock rows = find_rows(args, batch, block);
-  if (rows.exist == 0) return;
+  if (rows.exist == 0) {
+    // A slot that no sequence of a ragged tensor has: its scale is written all the same, so that
+    // the results of equal calls are equal.
+    if (threadIdx.x == 0 && ragged) args.scale[int64_t(head) * args.blocks + block] = 1.0f;
+    return;
+  }
 
   const int member = threadIdx.x % kGroup;
   const int rows_per_pass = blockDim.x / kGroup;
