@@ -109,12 +109,12 @@ def _head_dims(q: Tensor, v: Tensor, v_name: str, has_qv: bool) -> None:
                 f"qv is given with head dims D {d} of q and Dv {dv} of {v_name}; expected D 64 and "
                 "Dv 256 or 512")
         return
-    step = 16 if q.dtype == torch.float8_e4m3fn else 8
+    step = 16 if v.dtype == torch.float8_e4m3fn else 8
     for name, value in (("q", d), (v_name, dv)):
         if value < step or value > 256 or value % step:
             raise ValueError(
                 f"{name} has head dim {value}; expected a multiple of {step} from {step} to 256 "
-                f"for {q.dtype}")
+                f"for {v.dtype}")
 
 
 def qkv(q, k, v, ragged_q: bool, ragged_k: bool, has_qv: bool = False, k_name: str = "k",
@@ -127,8 +127,14 @@ def qkv(q, k, v, ragged_q: bool, ragged_k: bool, has_qv: bool = False, k_name: s
         raise TypeError(
             f"q has dtype {q.dtype}; expected torch.float16, torch.bfloat16 or torch.float8_e4m3fn "
             "(on the fallback also torch.float32 and torch.float64)")
+    # float16 and bfloat16 queries of e4m3 keys and values are quantised by the call.
+    on_the_fly = q.dtype in HALF_DTYPES and k.dtype == torch.float8_e4m3fn
+    if on_the_fly and v.dtype != k.dtype:
+        raise TypeError(
+            f"{v_name} has dtype {v.dtype}; expected {k.dtype}, the dtype of {k_name}")
     for name, t in ((k_name, k), (v_name, v)):
-        same_dtype(name, t, q)
+        if not on_the_fly:
+            same_dtype(name, t, q)
         on_device(name, t, q)
     h, hk = q.shape[-2], k.shape[-2]
     if k.shape[-1] != q.shape[-1]:
@@ -163,22 +169,30 @@ def qv_tensor(qv, q: Tensor, v: Tensor) -> None:
     on_device("qv", qv, q)
 
 
-def descale(name: str, t, batch: int, heads_kv: int, q: Tensor) -> None:
-    if t is None:
-        return
+def scale(name: str, t, expected: tuple, q: Tensor, meaning: str = "") -> None:
+    """A float32 tensor of that shape on q's device, of any strides."""
     tensor(name, t)
     if t.dtype != torch.float32:
         raise TypeError(f"{name} has dtype {t.dtype}; expected torch.float32")
-    shape(name, t, (batch, heads_kv), "(batch, KV heads)")
+    shape(name, t, expected, meaning)
     on_device(name, t, q)
 
 
-def no_gradient_of_fp8(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dtype == torch.float8_e4m3fn and torch.is_grad_enabled() and (
-            q.requires_grad or k.requires_grad or v.requires_grad):
-        raise NotImplementedError(
-            "q, k or v is torch.float8_e4m3fn and requires a gradient; e4m3 inputs have none here: "
-            "pass float16 or bfloat16, or call under torch.no_grad()")
+def descale(name: str, t, batch: int, heads_kv: int, q: Tensor) -> None:
+    if t is not None:
+        scale(name, t, (batch, heads_kv), q, "(batch, KV heads)")
+
+
+def no_gradient_of_e4m3(inputs) -> None:
+    """`inputs`: pairs of a name and a tensor or None, of a call with e4m3 among them."""
+    if not torch.is_grad_enabled():
+        return
+    for name, t in inputs:
+        if t is not None and t.requires_grad:
+            raise NotImplementedError(
+                f"{name} ({t.dtype}) requires a gradient, and a call with float8_e4m3fn inputs has "
+                "none: pass float16 or bfloat16 to flash_attn_fp8_func, which has one, or call "
+                "under torch.no_grad()")
 
 
 # ---- values inside device tensors, only with FLASH_ATTN3_CHECK=1 ---------------------------------

@@ -13,6 +13,11 @@ from .backends import operators
 from .backends.call import Call
 
 
+E4M3 = torch.float8_e4m3fn
+# As flash_attn3._C names the dtypes that it has kernels for.
+KERNEL_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", E4M3: "e4m3"}
+
+
 @dataclass(frozen=True)
 class Backend:
     """The backend of one call: `name`, and for each preferred one why it can't run the call."""
@@ -50,13 +55,30 @@ def sm90_reason(call: Call) -> Optional[str]:
         return getattr(ops, "load_error", None) or "the package was installed without its kernels"
     if call.device.type != "cuda":
         return f"needs a CUDA device, got {call.device.type}"
-    if call.dtype not in (torch.float16, torch.bfloat16):
-        return f"needs float16 or bfloat16, got {call.dtype}"
+    if call.dtype not in KERNEL_DTYPES:
+        return f"needs float16, bfloat16 or float8_e4m3fn, got {call.dtype}"
     if call.head_dim > 256 or call.head_dim_v > 256:
         return f"needs head dims up to 256, got {call.head_dim} and {call.head_dim_v}"
-    index = call.device.index if call.device.index is not None else torch.cuda.current_device()
-    dtype = "bf16" if call.dtype == torch.bfloat16 else "fp16"
-    return _kernel_reason(index, dtype, call.head_dim, call.head_dim_v) or None
+    return _kernel_reason(
+        _index(call.device), KERNEL_DTYPES[call.dtype], call.head_dim, call.head_dim_v) or None
+
+
+def _index(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()
+
+
+@torch.compiler.assume_constant_result
+def _device_refusal(index: int) -> str:
+    return _compiled_part().device_refusal(index)
+
+
+def quantizes_by_kernel(x: Tensor) -> bool:
+    """Whether x goes to flash_attn3::quantize; else to the same in PyTorch."""
+    if _compiled_part() is None or x.device.type != "cuda":
+        return False
+    if x.dtype not in (torch.float16, torch.bfloat16) or env.forced_backend() not in (None, "sm90"):
+        return False
+    return not _device_refusal(_index(x.device))
 
 
 def select(call: Call, fallback_only: Optional[str] = None) -> Backend:
@@ -73,6 +95,8 @@ def select(call: Call, fallback_only: Optional[str] = None) -> Backend:
         if forced == "sm90":
             raise ValueError(f"FLASH_ATTN3_BACKEND=sm90 can't run this call: {reason}")
         reasons["sm90"] = reason
+    if call.dtype == E4M3:  # what the fallback makes of it
+        call = replace(call, dtype=torch.float32)
     name, others = operators.choose(call, forced)
     return Backend(name, {**reasons, **others})
 
@@ -92,17 +116,20 @@ def uses_kernels(call: Call, fallback_only: Optional[str] = None) -> bool:
     return reason is None
 
 
-def described_after(call: Call, has_qv: bool, dequantised: bool) -> tuple[Call, Optional[str]]:
-    """The call as the fallback sees it once qv and descales are folded into q, k, v."""
+def described(call: Call, k_dtype: torch.dtype, has_qv: bool,
+              has_descales: bool) -> tuple[Call, Optional[str]]:
+    """The call as `select` takes it, and why the kernels are out of the question, if they are.
+
+    q of a call is quantised to the e4m3 of its k; on the fallback qv and descales are folded into
+    q, k, v.
+    """
     why = None
+    if k_dtype == E4M3:
+        call = replace(call, dtype=E4M3)
+    elif has_descales:
+        call = replace(call, dtype=torch.float32)
+        why = "descales of other than float8 inputs run on the fallback"
     if has_qv:
         call = replace(call, head_dim=call.head_dim + call.head_dim_v)
         why = "qv runs on the fallback"
-    if dequantised:
-        call = replace(call, dtype=torch.float32)
-        why = "float8 inputs and descales run on the fallback"
     return call, why
-
-
-def is_float8(t: Tensor) -> bool:
-    return t.dtype == torch.float8_e4m3fn

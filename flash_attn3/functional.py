@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import checks, dispatch, interface
 from .backends.call import lse_shape, make_call
+from .quantized import is_e4m3_call
 
 __all__ = ["flash_attn_fwd", "flash_attn_bwd"]
 
@@ -90,8 +91,10 @@ def flash_attn_bwd(
     options = _options(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
         softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, sm_margin)
-    if dispatch.is_float8(q):
-        raise TypeError(f"q has dtype {q.dtype}; expected one that has gradients")
+    if is_e4m3_call(q, k, v):
+        raise TypeError(
+            "q, k or v is float8_e4m3fn; expected a dtype that has gradients (give the inputs that "
+            "it was quantised from)")
     out_shape = (*q.shape[:-1], v.shape[-1])
     of_lse = lse_shape(q, cu_seqlens_q is not None)
     for name, t, shape in (("dout", dout, out_shape), ("out", out, out_shape),

@@ -12,9 +12,10 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from . import checks, dispatch, env, ops
-from .backends import kvcache
+from . import checks, dispatch, env, ops, quantized
+from .backends import e4m3, kvcache
 from .backends.call import make_call
+from .quantized import Quantized
 
 _compiled = getattr(ops, "_C", None)
 _dense_fast = getattr(_compiled, "fwd_dense_fast", None)
@@ -25,27 +26,12 @@ def _vector(t: Optional[Tensor]) -> Optional[Tensor]:
     return t if t is None or t.is_contiguous() else t.contiguous()
 
 
-def _dequantised(t: Tensor, descale: Optional[Tensor], cu_seqlens: Optional[Tensor]) -> Tensor:
-    """float32 values of t; descale (B, Hk) multiplies the sequences' heads (groups of heads)."""
-    t = t.float()
-    if descale is None:
-        return t
-    descale = descale.repeat_interleave(t.shape[-2] // max(descale.shape[1], 1), dim=1)
-    if cu_seqlens is None:
-        return t * descale[:, None, :, None]
-    if descale.shape[0] == 0:
-        return t
-    row = torch.arange(t.shape[0], device=t.device, dtype=torch.int32)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
-    sequence = sequence.clamp(max=descale.shape[0] - 1)
-    # Rows outside of the sequences may hold anything; the backends never let them matter.
-    return t * descale[sequence][:, :, None]
-
-
 def _prepare(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
              softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size,
              attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin):
     """Checks every argument; returns the operators' arguments after q, k, v."""
+    given = q, k, v
+    q, k, v = quantized.plain(q, k, v)
     ragged_q, ragged_k = cu_seqlens_q is not None, cu_seqlens_k is not None
     checks.qkv(q, k, v, ragged_q, ragged_k, has_qv=qv is not None)
     checks.options(softmax_scale, causal, attention_chunk, softcap, num_splits, pack_gqa,
@@ -73,9 +59,8 @@ def _prepare(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, se
             checks.int_vector(name, used, batch, q, "one length per sequence")
     if qv is not None:
         checks.qv_tensor(qv, q, v)
-    for name, t in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-        checks.descale(name, t, batch, k.shape[-2], q)
-    checks.no_gradient_of_fp8(q, k, v)
+    quantized.check(given, (q_descale, k_descale, v_descale), q, k, v, batch, cu_seqlens_q,
+                    cu_seqlens_k, softcap, qv is not None)
     if env.check_values():
         _check_values(q, k, batch, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                       seqused_q, seqused_k)
@@ -97,39 +82,41 @@ def _check_values(q, k, batch, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seq
             checks.lengths_values(f"seqused_{side}", used, limits)
 
 
-def _fold(q, k, v, qv, q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k):
-    """q, k, v with qv and the descales folded in, as the fallback takes them.
-
-    softmax(q k^T + qv v^T) is attention of (q, qv) to (k, v) joined along the head dimension.
-    """
-    if dispatch.is_float8(q) or not (q_descale is None and k_descale is None and v_descale is None):
-        q = _dequantised(q, q_descale, cu_seqlens_q)
-        qv = None if qv is None else _dequantised(qv, q_descale, cu_seqlens_q)
-        k = _dequantised(k, k_descale, cu_seqlens_k)
-        v = _dequantised(v, v_descale, cu_seqlens_k)
-    if qv is not None:
-        q, k = torch.cat((q, qv), dim=-1), torch.cat((k, v), dim=-1)
-    return q, k, v
+def _has_descales(q_descale, k_descale, v_descale) -> bool:
+    return not (q_descale is None and k_descale is None and v_descale is None)
 
 
-def _run(q, k, v, qv, q_descale, k_descale, v_descale, options) -> tuple[Tensor, Tensor]:
+def _scaled(t: Tensor, descale: Optional[Tensor], cu_seqlens: Optional[Tensor]) -> Tensor:
+    return e4m3.dequantize(t, descale, 0, tuple(t.shape[:-2]), cu_seqlens)
+
+
+def _run(q, k, v, qv, q_descale, k_descale, v_descale, options,
+         with_lse: bool = True) -> tuple[Tensor, Tensor]:
     """(out, lse) of a checked call, by the backend that dispatch selects."""
-    dequantised = dispatch.is_float8(q) or not (
-        q_descale is None and k_descale is None and v_descale is None)
-    out_dtype = torch.bfloat16 if dispatch.is_float8(q) else q.dtype
-    call, why = dispatch.described_after(
-        make_call(q, k, v, *options[:-1]), qv is not None, dequantised)
+    descales = q_descale, k_descale, v_descale
+    if quantized.is_e4m3_call(q, k, v):
+        return quantized.attend(q, k, v, qv, descales, options, with_lse)
+    has_descales = _has_descales(*descales)
+    call, why = dispatch.described(
+        make_call(q, k, v, *options[:-1]), k.dtype, qv is not None, has_descales)
     if dispatch.uses_kernels(call, why):
         return torch.ops.flash_attn3.fwd(q, k, v, *options)
-    q, k, v = _fold(q, k, v, qv, q_descale, k_descale, v_descale, options[0], options[1])
+    dtype = q.dtype
+    if has_descales:
+        q, k, v = (_scaled(t, descale, cu) for t, descale, cu in zip(
+            (q, k, v), descales, (options[0], options[1], options[1])))
+        qv = None if qv is None else _scaled(qv, q_descale, options[0])
+    if qv is not None:
+        # softmax(q k^T + qv v^T) is attention of (q, qv) to (k, v) joined along the head dimension.
+        q, k = torch.cat((q, qv), dim=-1), torch.cat((k, v), dim=-1)
     out, lse = torch.ops.flash_attn3.fallback_fwd(q, k, v, *options)
-    return (out.to(out_dtype) if dequantised else out), lse
+    return out.to(dtype), lse
 
 
 def backend_for(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Union[Tensor, Quantized],
+    k: Union[Tensor, Quantized],
+    v: Union[Tensor, Quantized],
     cu_seqlens_q: Optional[Tensor] = None,
     cu_seqlens_k: Optional[Tensor] = None,
     max_seqlen_q: Optional[int] = None,
@@ -162,16 +149,16 @@ def backend_for(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
         softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk,
         softcap, num_splits, pack_gqa, deterministic, sm_margin)
-    dequantised = dispatch.is_float8(q) or not (
-        q_descale is None and k_descale is None and v_descale is None)
-    return dispatch.select(*dispatch.described_after(
-        make_call(q, k, v, *options[:-1]), qv is not None, dequantised))
+    q, k, v = quantized.plain(q, k, v)
+    return dispatch.select(*dispatch.described(
+        make_call(q, k, v, *options[:-1]), k.dtype, qv is not None,
+        _has_descales(q_descale, k_descale, v_descale)))
 
 
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Union[Tensor, Quantized],
+    k: Union[Tensor, Quantized],
+    v: Union[Tensor, Quantized],
     softmax_scale: Optional[float] = None,
     causal: bool = False,
     qv: Optional[Tensor] = None,
@@ -192,11 +179,14 @@ def flash_attn_func(
     Args:
         q: (B, Sq, H, D), float16, bfloat16 or float8_e4m3fn (float32, float64 on the fallback).
         k: (B, Sk, Hk, D); H is a multiple of Hk. D, Dv: multiples of 8 (e4m3: 16) up to 256.
-        v: (B, Sk, Hk, Dv).
+        v: (B, Sk, Hk, Dv). All of one dtype; or k and v in e4m3 and q in float16 or bfloat16,
+            which the call then quantises, a scale for each 128 rows of a head. Each of q, k, v can
+            be a `Quantized` of `quantize`, which brings its scales.
         softmax_scale: factor of q k^T; None is 1/sqrt(D), with qv 1/sqrt(D + Dv).
         causal: query i sees key j only if j <= p.
         qv: (B, Sq, H, Dv) with D 64 and Dv 256 or 512: qv v^T is added to q k^T.
-        q_descale, k_descale, v_descale: (B, Hk) float32, multiply the values of q, k, v.
+        q_descale, k_descale, v_descale: (B, Hk) float32 of any strides, multiply the values of
+            q, k, v (q's head h by that of KV head h // (H / Hk)); None is 1.
         window_size: (l, r): keys p - l to p + r, both included; -1 is unlimited.
         attention_chunk: c > 0: keys j with floor(j / c) = floor(p / c) only.
         softcap: c > 0: scores become c * tanh(score / c).
@@ -212,7 +202,8 @@ def flash_attn_func(
 
     Raises:
         ValueError, TypeError: an argument is not as above; the message names it.
-        NotImplementedError: a gradient is asked for e4m3 inputs.
+        NotImplementedError: a gradient is asked of a call with e4m3 inputs
+            (`flash_attn_fp8_func` has one).
         RuntimeError: CUDA reported an error, or a second derivative was asked for.
     """
     if not torch.compiler.is_compiling() and _dense_fast is not None and (
@@ -227,7 +218,8 @@ def flash_attn_func(
         q, k, v, None, None, None, None, None, None, softmax_scale, causal, qv, q_descale,
         k_descale, v_descale, window_size, attention_chunk, softcap, num_splits, pack_gqa,
         deterministic, sm_margin)
-    out, lse = _run(q, k, v, qv, q_descale, k_descale, v_descale, options)
+    out, lse = _run(
+        q, k, v, qv, q_descale, k_descale, v_descale, options, with_lse=return_attn_probs)
     return (out, lse) if return_attn_probs else out
 
 
@@ -282,9 +274,9 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Union[Tensor, Quantized],
+    k: Union[Tensor, Quantized],
+    v: Union[Tensor, Quantized],
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
@@ -336,7 +328,8 @@ def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
         softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk,
         softcap, num_splits, pack_gqa, deterministic, sm_margin)
-    out, lse = _run(q, k, v, qv, q_descale, k_descale, v_descale, options)
+    out, lse = _run(
+        q, k, v, qv, q_descale, k_descale, v_descale, options, with_lse=return_attn_probs)
     return (out, lse) if return_attn_probs else out
 
 

@@ -1,4 +1,5 @@
-"""The operators flash_attn3::fwd, fwd_out, bwd and bwd_torch: what C++ does not register of them.
+"""The operators flash_attn3::fwd, fwd_out, bwd, bwd_torch, fwd_e4m3, quantize and row_mean: what
+C++ does not register of them.
 
 - `_C` is the compiled module, or None; `load_error` then says why in one sentence, and the
   schemas are defined here instead, so that fake tensors and export work without it.
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import env
-from .backends import blockwise_backward, torch_attn
+from .backends import blockwise_backward, e4m3, torch_attn
 from .backends.call import lse_shape, make_call
 
 OPTIONS_SCHEMA = (
@@ -41,6 +42,12 @@ SCHEMAS = {
                "Tensor(a!) out, Tensor(b!) lse) -> ()",
     "bwd": f"bwd{_BACKWARD_SCHEMA}",
     "bwd_torch": f"bwd_torch{_BACKWARD_SCHEMA}",
+    "fwd_e4m3": "fwd_e4m3(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, "
+                "Tensor? v_scale, SymInt q_block, SymInt k_block, SymInt v_block, "
+                f"bool v_transposed, {OPTIONS_SCHEMA}) -> (Tensor out, Tensor lse)",
+    "quantize": "quantize(Tensor x, Tensor? mean, Tensor? cu_seqlens, Tensor? seqused, "
+                "SymInt block, bool rotate, bool transposed) -> (Tensor values, Tensor scale)",
+    "row_mean": "row_mean(Tensor x, Tensor? cu_seqlens, Tensor? seqused) -> Tensor",
 }
 
 # ---- the compiled module -------------------------------------------------------------------------
@@ -125,6 +132,30 @@ def _fake_fwd(q, k, v, cu_seqlens_q, *options) -> tuple[Tensor, Tensor]:
 
 def _fake_fwd_out(q, k, v, *rest) -> None:
     return None
+
+
+def _fake_fwd_e4m3(q, k, v, q_scale, k_scale, v_scale, q_block, k_block, v_block, v_transposed,
+                   cu_seqlens_q, *options) -> tuple[Tensor, Tensor]:
+    head_dim_v = v.shape[2] if v_transposed else v.shape[-1]
+    out = q.new_empty((*q.shape[:-1], head_dim_v), dtype=torch.bfloat16)
+    return out, q.new_empty(lse_shape(q, cu_seqlens_q is not None), dtype=torch.float32)
+
+
+def _fake_quantize(x, mean, cu_seqlens, seqused, block, rotate, transposed):
+    ragged = cu_seqlens is not None
+    batch = cu_seqlens.shape[0] - 1 if ragged else x.shape[0]
+    heads, dim = x.shape[-2:]
+    blocks = e4m3.block_count(ragged, batch, x.shape[0 if ragged else 1], block)
+    values = x.new_empty(
+        (blocks if ragged else batch * blocks, heads, dim, e4m3.VALUE_BLOCK) if transposed
+        else x.shape, dtype=torch.float8_e4m3fn)
+    scale = (heads, blocks) if ragged else (batch, heads, blocks)
+    return values, x.new_empty(scale, dtype=torch.float32)
+
+
+def _fake_row_mean(x, cu_seqlens, seqused) -> Tensor:
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return x.new_empty((batch, *x.shape[-2:]), dtype=torch.float32)
 
 
 def _keeps_layout(t: Tensor) -> bool:
@@ -239,6 +270,9 @@ def _register() -> None:
     torch.library.register_fake("flash_attn3::fwd_out", _fake_fwd_out, lib=_library)
     torch.library.register_fake("flash_attn3::bwd", _fake_bwd, lib=_library)
     torch.library.register_fake("flash_attn3::bwd_torch", _fake_bwd, lib=_library)
+    torch.library.register_fake("flash_attn3::fwd_e4m3", _fake_fwd_e4m3, lib=_library)
+    torch.library.register_fake("flash_attn3::quantize", _fake_quantize, lib=_library)
+    torch.library.register_fake("flash_attn3::row_mean", _fake_row_mean, lib=_library)
     if _C is None:
         torch.library.register_autograd(
             "flash_attn3::fwd", _backward, setup_context=_setup_context, lib=_library)
