@@ -44,7 +44,7 @@ Operand = Union[Tensor, Quantized]
 
 
 def plain(q: Operand, k: Operand, v: Operand) -> tuple[Tensor, Tensor, Tensor]:
-    """Tensors with the shapes, dtypes and devices of the rows of q, k and v, for checks and Call."""
+    """Tensors with the shapes, dtypes and devices of the rows of q, k, v, for checks and Call."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if isinstance(t, Quantized):
             checks.tensor(f"{name}.data", t.data, (3, 4))

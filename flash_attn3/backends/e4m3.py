@@ -1,4 +1,4 @@
-"""e4m3 and its scales in plain PyTorch: what the quantise kernel makes of a tensor, and the way back.
+"""e4m3 and its scales in plain PyTorch: what the quantise kernel makes of a tensor, and back.
 
 The same layouts and the same arithmetic as csrc/kernels/fp8/quantize.h, on every device and without
 a look into device memory. Shapes: x (B, S, H, D), or (total, H, D) with cu_seqlens.
