@@ -26,7 +26,13 @@ def visible_keys(sq, sk, causal=False, window=(-1, -1), chunk=0, device="cpu"):
     return seen
 
 
-def one_sequence(q, k, v, scale, causal, window, chunk, softcap, dtype):
+def rounded_to_e4m3(p):
+    """Probabilities as an e4m3 kernel has them: rounded where the row's largest is 2^8."""
+    top = p.amax(-1, keepdim=True).clamp_min(1e-300) / 2.0**8
+    return (p / top).to(torch.float8_e4m3fn).to(p.dtype) * top
+
+
+def one_sequence(q, k, v, scale, causal, window, chunk, softcap, dtype, e4m3_p=False):
     """q (sq, H, D), k (sk, Hk, D), v (sk, Hk, Dv) -> out (sq, H, Dv), lse (H, sq) in `dtype`."""
     sq, h, _ = q.shape
     sk, hk, _ = k.shape
@@ -43,12 +49,13 @@ def one_sequence(q, k, v, scale, causal, window, chunk, softcap, dtype):
     # Rows without keys get scores of 0, whose probabilities are then dropped: no NaN anywhere.
     s = s.masked_fill(~seen & some[:, None], float("-inf")).masked_fill(~some[:, None], 0.0)
     p = torch.softmax(s, -1) * some[:, None]
+    p = rounded_to_e4m3(p) if e4m3_p else p
     lse = torch.logsumexp(s, -1).masked_fill(~some, float("-inf"))
     return torch.matmul(p, v).transpose(0, 1), lse
 
 
 def attention(q, k, v, cu_q=None, cu_k=None, used_q=None, used_k=None, scale=None, causal=False,
-              window=(-1, -1), chunk=0, softcap=0.0, dtype=torch.float64):
+              window=(-1, -1), chunk=0, softcap=0.0, dtype=torch.float64, e4m3_p=False):
     """Dense or ragged; lengths are lists of ints. Rows outside of sequences: out 0, lse -inf."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     batch = q.shape[0] if cu_q is None else len(cu_q) - 1
@@ -62,7 +69,8 @@ def attention(q, k, v, cu_q=None, cu_k=None, used_q=None, used_k=None, scale=Non
             return (b, slice(start, stop)) if cu is None else (slice(start, stop),)
 
         at_q, at_k = rows(q, cu_q, used_q), rows(k, cu_k, used_k)
-        o, m = one_sequence(q[at_q], k[at_k], v[at_k], scale, causal, window, chunk, softcap, dtype)
+        o, m = one_sequence(q[at_q], k[at_k], v[at_k], scale, causal, window, chunk, softcap, dtype,
+                            e4m3_p)
         out[at_q] = o
         lse[at_q] = m.transpose(0, 1)
     return out, lse.transpose(-1, -2)

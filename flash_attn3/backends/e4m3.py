@@ -162,7 +162,7 @@ def quantize(x: Tensor, mean: Optional[Tensor], cu_seqlens: Optional[Tensor],
     scales = scales[: rows.slots]  # (slots, H)
     if block != 0:
         scales = scales.t() if cu_seqlens is not None else scales.reshape(
-            lead[0], -1, heads).transpose(1, 2)
+            lead[0], block_count(False, *lead, block), heads).transpose(1, 2)
     if transposed:
         return transpose(_unflat(values, lead), cu_seqlens), scales.contiguous()
     return _unflat(values, lead), scales.contiguous()

@@ -56,7 +56,7 @@ def qkv(*shape_q, heads_kv=2, head_dim_v=None, rows_k=None, dtype=torch.float32,
 # ---- schemas -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fwd", "fwd_out", "bwd", "bwd_torch"])
+@pytest.mark.parametrize("name", ops.SCHEMAS)
 def test_schema_is_the_documented_one(name):
     """And declares what is written: out and lse of fwd_out, nothing else."""
     registered = getattr(fa3, name).default._schema

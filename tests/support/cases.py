@@ -70,7 +70,7 @@ class Case:
         """(out, lse) by the public functions."""
         def ints(values):
             return None if values is None else torch.tensor(
-                values, dtype=torch.int32, device=q.device)
+                values, dtype=torch.int32, device=q.data.device)  # a Quantized has data too
 
         options = dict(
             softmax_scale=self.scale, causal=self.causal, window_size=self.window,
