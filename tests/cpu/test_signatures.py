@@ -9,9 +9,13 @@ import flash_attn3
 
 pytestmark = pytest.mark.cpu
 
+P = inspect.Parameter
+
 ATTENTION = ("qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), "
              "attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, "
              "sm_margin=0, return_attn_probs=False")
+QUANTISING = "block=128, rotate=False, smooth_k=False"
+# What comes after a semicolon is keyword-only.
 PROMISED = {
     "flash_attn_func": "q, k, v, softmax_scale=None, causal=False, " + ATTENTION,
     "flash_attn_qkvpacked_func":
@@ -29,6 +33,17 @@ PROMISED = {
         "window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
         "scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
         "return_softmax_lse=False",
+    # This project's own: its options come last, by keyword.
+    "quantize": "q, k, v; block=128, rotate=False, smooth_k=False, transpose_v=None, "
+        "cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None",
+    "flash_attn_fp8_func":
+        "q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, "
+        "softcap=0.0, deterministic=False, sm_margin=0, return_attn_probs=False; " + QUANTISING,
+    "flash_attn_fp8_varlen_func":
+        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, "
+        "seqused_k=None, softmax_scale=None, causal=False, window_size=(-1, -1), "
+        "attention_chunk=0, softcap=0.0, deterministic=False, sm_margin=0, "
+        "return_attn_probs=False; " + QUANTISING,
     "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
     "get_scheduler_metadata":
         "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, "
@@ -42,9 +57,10 @@ PROMISED = {
 @pytest.mark.parametrize("name", PROMISED)
 def test_signature(name):
     parameters = inspect.signature(getattr(flash_attn3, name)).parameters.values()
-    got = ", ".join(
+    by_kind = {kind: ", ".join(
         p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters
-        if p.kind is p.POSITIONAL_OR_KEYWORD)
+        if p.kind is kind) for kind in (P.POSITIONAL_OR_KEYWORD, P.KEYWORD_ONLY)}
+    got = "; ".join(filter(None, by_kind.values()))
     assert got == PROMISED[name]
     assert getattr(flash_attn3, name).__doc__
 
