@@ -2,8 +2,8 @@
 
     python benchmarks/accuracy_fp8.py [--heads 32] [--keys 8192] [--dim 128] [--output PATH]
 
-`ours` is blocks with rotation, `peers.fa3` FlashAttention-3's e4m3 call with one scale a tensor, and
-`schemes` all that the module measures.
+`ours` is blocks with rotation, `peers.fa3` FlashAttention-3's e4m3 call with one scale a tensor,
+and `schemes` all that the module measures.
 """
 
 from __future__ import annotations

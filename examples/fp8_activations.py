@@ -3,10 +3,10 @@
     python examples/fp8_activations.py [--sentences N] [--tokens N]
 
 The model and the sentences are those of encode_sentences.py. Sentences are joined to texts of
-`--tokens` tokens; Q, K, V of every layer are caught behind their projections. Each layer's attention
-in float64 is then compared with FP8 attention as it is usually done (one scale a tensor) and with
-this package's (scales a block, rotated, and with K centred too): cosine of the outputs, and RMS
-error relative to the outputs' RMS. Without the Hopper kernels their arithmetic is emulated.
+`--tokens` tokens; Q, K, V of every layer are caught behind their projections. Each layer's
+attention in float64 is then compared with FP8 attention as it is usually done (one scale a tensor)
+and with this package's (scales a block, rotated, and with K centred too): cosine of the outputs,
+and RMS error relative to the outputs' RMS. Without the Hopper kernels their arithmetic is emulated.
 """
 
 from __future__ import annotations

@@ -1,0 +1,353 @@
+"""e4m3 on the kernels: results over the shape grid, the quantise kernel, operators, gradients."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+from support.cases import MASKS
+from support.fp8_cases import E4M3, Fp8Case, check_fp8
+from torch.library import opcheck
+
+import flash_attn3
+import reference
+from flash_attn3 import (
+    accuracy,
+    flash_attn_fp8_func,
+    flash_attn_fp8_varlen_func,
+    flash_attn_func,
+    ops,
+    quantize,
+)
+from flash_attn3.backends import e4m3
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+fa3 = torch.ops.flash_attn3
+
+
+@pytest.fixture(autouse=True)
+def needs_e4m3_kernels():
+    if not ops._C.compiled_for("e4m3", 128, 128):
+        pytest.skip("this build holds no e4m3 kernel")
+
+
+def half(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def relative(got, want):
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def raw(t):
+    return t.view(torch.uint8)
+
+
+# ---- the forward ---------------------------------------------------------------------------------
+
+SCALES = {
+    "none": dict(scales="none"),
+    "head": dict(scales="head"),
+    "blocks": dict(scales="block", block=64),
+    "transposed": dict(scales="block", transpose_v=True, rotate=True),
+}
+# (D, Dv): each compiled pair, and dims that are padded to it.
+DIMS = [(64, 64), (128, 128), (256, 256), (192, 128), (16, 16), (48, 80), (112, 64), (176, 240)]
+RAGGED = dict(lengths_q=(64, 0, 333, 1, 7, 450), lengths_k=(64, 5, 333, 200, 0, 450), ragged=True,
+              tail=3, heads=4, heads_kv=2)
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("d, dv", DIMS)
+@pytest.mark.parametrize("sq, sk", [(1, 1), (200, 333), (513, 257), (1, 700), (129, 1000)])
+def test_lengths(d, dv, sq, sk, scales):
+    for causal in (False, True):
+        check_fp8(Fp8Case(lengths_q=(sq, sq), lengths_k=(sk, sk), d=d, dv=dv, causal=causal,
+                          heads=4, heads_kv=2, **SCALES[scales]), "cuda")
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("mask", [*MASKS, dict(window=(100, 0)), dict(chunk=96, causal=True)],
+                         ids=str)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_masks(d, mask, scales):
+    check_fp8(Fp8Case(lengths_q=(300, 300), lengths_k=(400, 400), d=d, heads=6, heads_kv=2,
+                      **mask, **SCALES[scales]), "cuda")
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("more", [
+    dict(), dict(causal=True), dict(used_q=(60, 0, 100, 1, 7, 0), used_k=(64, 5, 0, 150, 0, 449))],
+    ids=str)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_ragged(d, more, scales):
+    check_fp8(Fp8Case(d=d, **RAGGED, **more, **SCALES[scales]), "cuda", poison=True)
+
+
+@pytest.mark.parametrize("shape", [dict(lengths_q=(300,), lengths_k=(500,)), RAGGED], ids=str)
+@pytest.mark.parametrize("more", [
+    dict(scales="block", smooth_k=True, rotate=True, transpose_v=True),
+    dict(scales="block", half_q=True, rotate=True), dict(half_q=True)], ids=str)
+def test_smoothed_keys_and_queries_quantised_by_the_call(shape, more):
+    check_fp8(Fp8Case(d=128, **shape, **more, causal=True), "cuda")
+
+
+@pytest.mark.parametrize("heads, heads_kv", [(8, 1), (6, 2), (5, 5)])
+def test_groups_and_peaked_rows(heads, heads_kv):
+    for scales in SCALES.values():
+        check_fp8(Fp8Case(lengths_q=(700,), lengths_k=(700,), heads=heads, heads_kv=heads_kv,
+                          d=128, size=3.0, causal=True, sm_margin=8, **scales), "cuda")
+
+
+def test_layouts_give_the_bits_of_the_contiguous_one():
+    q, k, v = (half(2, 100, h, 64).to(E4M3) for h in (4, 2, 2))
+    want = flash_attn_func(q, k, v, causal=True)
+
+    def odd_address(t):
+        room = torch.empty(t.numel() + 8, dtype=torch.uint8, device="cuda").view(E4M3)
+        return room[8:].view(t.shape).copy_(t)
+
+    for layout in (lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), odd_address,
+                   lambda t: torch.cat((t, t), dim=3)[..., :64]):
+        assert torch.equal(flash_attn_func(*map(layout, (q, k, v)), causal=True), want)
+    packed = torch.cat((q, k, v), dim=2)
+    assert torch.equal(
+        flash_attn3.flash_attn_qkvpacked_func(packed, causal=True, num_heads_q=4), want)
+
+
+def test_expanded_descales_are_the_contiguous_ones():
+    q, k, v = (half(3, 100, h, 64).to(E4M3) for h in (4, 2, 2))
+    scale = torch.rand(3, 1, device="cuda") + 0.5
+    names = ("q_descale", "k_descale", "v_descale")
+    got = flash_attn_func(q, k, v, **dict.fromkeys(names, scale.expand(3, 2)))
+    want = flash_attn_func(q, k, v, **dict.fromkeys(names, scale.repeat(1, 2)))
+    assert torch.equal(got, want)
+
+
+def test_results_are_the_same_from_run_to_run():
+    for d in (64, 128, 256):
+        parts = quantize(half(2, 700, 4, d), half(2, 900, 2, d), half(2, 900, 2, d), rotate=True)
+        want = flash_attn_func(*parts, causal=True, return_attn_probs=True)
+        for _ in range(50):
+            got = flash_attn_func(*parts, causal=True, return_attn_probs=True)
+            assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_nan_stays_in_its_row_and_infinities_saturate():
+    q, k, v = half(1, 300, 2, 128), half(1, 300, 2, 128), half(1, 300, 2, 128)
+    q[0, 70, 1, 3], q[0, 200, 0, 4] = float("nan"), float("inf")
+    for options in (dict(), dict(rotate=True), dict(block=64)):
+        out = flash_attn_func(*quantize(q, k, v, **options))
+        bad = out.isnan().any(-1)
+        assert bad[0, 70, 1] and int(bad.sum()) == 1
+
+
+def test_no_step_at_the_edges_of_tiles():
+    """One row against the last row of a prefill, and its error, for Sk from 88 to 256."""
+    errors = []
+    q, k, v = (half(1, 256, 16, 128).to(E4M3) for _ in range(3))
+    for sk in range(88, 257):
+        row = flash_attn_func(q[:, :1], k[:, :sk], v[:, :sk], causal=True)
+        rows = torch.cat((q[:, 1:sk], q[:, :1]), dim=1)
+        last = flash_attn_func(rows, k[:, :sk], v[:, :sk], causal=True)[:, -1:]
+        torch.testing.assert_close(row, last, atol=1e-3, rtol=1e-2)
+        want, _ = reference.attention(q[:, :1], k[:, :sk], v[:, :sk])
+        errors.append(relative(row, want))
+    errors = torch.tensor(errors)
+    assert float(errors.max()) < 2 * float(errors.median())
+
+
+@pytest.mark.slow
+def test_accuracy_that_is_claimed():
+    setting = accuracy.Setting(8, 8192, 128, (), True, "cuda")
+    outlier, normal = (accuracy.rms_errors(setting, kind) for kind in ("outlier", "normal"))
+    assert outlier[accuracy.ROTATED] * 2.0 < outlier["one scale"]
+    assert normal[accuracy.ROTATED] < 1.05 * normal["one scale"]
+    for positive in (False, True):
+        short, long = (accuracy.relative_errors(setting, n, positive) for n in (1024, 131072))
+        assert long[accuracy.ROTATED] <= 1.2 * short[accuracy.ROTATED]
+
+
+# ---- the quantise kernel -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d", [16, 48, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block, transposed", [(64, False), (128, False), (128, True)])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_quantize_kernel_gives_the_bits_of_pytorch(d, dtype, block, transposed, ragged):
+    x = half(*((1050,) if ragged else (2, 301)), 3, d, dtype=dtype)
+    x.view(-1)[::7] *= 300
+    x[..., 0, :] = 0
+    x.view(-1)[d + 5], x.view(-1)[d * 7] = float("inf"), float("nan")
+    cu = int32(0, 64, 64, 69, 402, 602, 1050) if ragged else None
+    used = int32(60, 0, 5, 300, 0, 448) if ragged else int32(301, 77)
+    got = fa3.quantize(x, None, cu, used, block, False, transposed)
+    want = e4m3.quantize(x, None, cu, used, block, False, transposed)
+    assert torch.equal(got[1], want[1])
+    if transposed and ragged:  # tiles that no sequence has are not written
+        covered = e4m3.find_rows((1050,), cu, None, 128, x.device).slot.unique()
+        got, want = ((t[covered],) for t in (got[0], want[0]))
+    nan = want[0].float().isnan()
+    assert torch.equal(got[0].float().isnan(), nan)
+    assert torch.equal(raw(got[0])[~nan], raw(want[0])[~nan])
+
+
+@pytest.mark.parametrize("d", [64, 80, 128, 256])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_rotation_and_mean_of_the_kernels(d, ragged):
+    x = half(*((700,) if ragged else (2, 350)), 4, d) + 3
+    cu = int32(0, 100, 100, 700) if ragged else None
+    mean = fa3.row_mean(x, cu, None)
+    want_mean = e4m3.row_mean(x, cu, None)
+    torch.testing.assert_close(mean, want_mean, atol=1e-4, rtol=1e-4)
+    got, scale = fa3.quantize(x, mean, cu, None, 128, True, False)
+    want, want_scale = e4m3.quantize(x, mean, cu, None, 128, True, False)
+    torch.testing.assert_close(scale, want_scale, atol=0, rtol=1e-5)
+    # Sums in another order: a value at the middle of two may fall to the other side.
+    assert float((raw(got) != raw(want)).float().mean()) < 1e-3
+    torch.testing.assert_close(got.float(), want.float(), atol=2.0**-9, rtol=0.13)
+
+
+def test_strided_inputs_are_quantised_where_they_lie():
+    packed = half(2, 200, 3, 4, 64)
+    for x in (*packed.unbind(2), half(2, 4, 200, 64).transpose(1, 2), half(2, 200, 4, 72)[..., :64],
+              half(2, 200, 4, 128)[..., ::2]):
+        got = fa3.quantize(x, None, None, None, 64, False, False)
+        want = fa3.quantize(x.contiguous(), None, None, None, 64, False, False)
+        assert torch.equal(raw(got[0]), raw(want[0])) and torch.equal(got[1], want[1])
+
+
+# ---- operators -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_opcheck(ragged):
+    """Ragged sequences cover every row and tile, so that all results are specified."""
+    cu = int32(0, 128, 384) if ragged else None
+    shapes = [(384,), (384,)] if ragged else [(2, 60), (2, 200)]
+    q, k, v = half(*shapes[0], 4, 64), half(*shapes[1], 2, 64), half(*shapes[1], 2, 32)
+    rest = (cu, cu, None, None, 256 if ragged else 60, 256 if ragged else 200, 0.25, True, -1, 0, 0,
+            0.0, True, 0)
+    success = {"SUCCESS"}
+    assert set(opcheck(fa3.row_mean.default, (k, cu, None)).values()) == success
+    mean = fa3.row_mean(k, cu, None)
+    args = (k, mean, cu, None, 128, True, False)
+    assert set(opcheck(fa3.quantize.default, args).values()) == success
+    parts = quantize(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    args = (*(t.data for t in parts), *(t.scale for t in parts), *(t.block for t in parts),
+            parts.v.transposed, *rest)
+    # test_schema has no arithmetic for e4m3 inputs.
+    utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    assert set(opcheck(fa3.fwd_e4m3.default, args, test_utils=utils).values()) == success
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    args = (*leaves, 128, True, True, True, *rest)
+    assert set(opcheck(fa3.fp8_fwd.default, args).values()) == success
+
+
+@pytest.mark.parametrize("change, error, pattern", [
+    (dict(q_scale=torch.ones(2, 4)), ValueError, "q_scale is on cpu"),
+    (dict(k_block=64), ValueError, "k_block is 64"),
+    (dict(k_block=128), ValueError, "k_scale is None"),
+    (dict(v_transposed=True), ValueError, "v has shape"),
+])
+def test_direct_calls_with_wrong_arguments(change, error, pattern):
+    q, k, v = (half(2, 60, 2, 64).to(E4M3) for _ in range(3))
+    named = {**dict(q_scale=None, k_scale=None, v_scale=None, q_block=0, k_block=0, v_block=0,
+                    v_transposed=False), **change}
+    rest = (None, None, None, None, 60, 60, 0.25, True, -1, 0, 0, 0.0, False, 0)
+    with pytest.raises(error, match=pattern):
+        fa3.fwd_e4m3(q, k, v, *named.values(), *rest)
+    with pytest.raises(TypeError, match="x has dtype"):
+        fa3.quantize(q, None, None, None, 128, False, False)
+
+
+def test_backend_is_the_kernels():
+    q = half(1, 64, 2, 128)
+    assert flash_attn3.backend_for(*quantize(q, q, q)).name == "sm90"
+    assert quantize(q, q, q).v.transposed
+
+
+# ---- gradients, torch.compile, graphs ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("smooth_k", [False, True])
+def test_straight_through_gradient(d, smooth_k):
+    leaves = [half(2, n, h, d).requires_grad_() for n, h in ((200, 4), (300, 2), (300, 2))]
+    options = dict(causal=True, deterministic=True)
+    out, lse = flash_attn_fp8_func(
+        *leaves, smooth_k=smooth_k, rotate=True, return_attn_probs=True, **options)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    got = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    with torch.no_grad():
+        expected = flash_attn3.functional.flash_attn_bwd(dout, *leaves, out, lse, dlse=dlse,
+                                                         **options)
+    for g, e in zip(got, expected):
+        assert torch.equal(g, e)
+    want = reference.gradients(dout, dlse, *leaves, causal=True)
+    for g, w in zip(got, want):
+        assert relative(g, w) < 0.1
+
+
+def test_ragged_gradient():
+    cu = int32(0, 130, 130, 400)
+    leaves = [half(400, h, 64).requires_grad_() for h in (4, 2, 2)]
+    out = flash_attn_fp8_varlen_func(*leaves, cu, cu, 270, 270, causal=True, smooth_k=True)
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, leaves, dout)
+    want = reference.gradients(dout, None, *leaves, cu_q=cu.tolist(), cu_k=cu.tolist(), causal=True)
+    for g, w in zip(got, want):
+        assert relative(g, w) < 0.1
+
+
+def test_compiled_without_a_graph_break():
+    def loss(q, k, v):
+        out, lse = flash_attn_fp8_func(q, k, v, causal=True, rotate=True, return_attn_probs=True)
+        return out.float().square().sum() + lse.sum()
+
+    def attend(q, k, v):
+        return flash_attn_func(*quantize(q, k, v, rotate=True, smooth_k=True), causal=True)
+
+    torch._dynamo.reset()
+    q, k, v = (half(2, 200, h, 64) for h in (4, 2, 2))
+    torch.testing.assert_close(torch.compile(attend, fullgraph=True)(q, k, v), attend(q, k, v))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*leaves), leaves)
+    for g, w in zip(got, torch.autograd.grad(loss(*leaves), leaves)):
+        torch.testing.assert_close(g, w, atol=1e-2, rtol=1e-2)
+
+
+def test_captured_in_a_graph():
+    q, k, v = (half(2, 200, h, 64) for h in (4, 2, 2))
+    cu = int32(0, 150, 400)
+    flat = [t.flatten(0, 1) for t in (q, k, v)]
+
+    def work():
+        dense = flash_attn_fp8_func(q, k, v, causal=True, rotate=True, smooth_k=True,
+                                    return_attn_probs=True)
+        return *dense, flash_attn_fp8_varlen_func(*flat, cu, cu, 250, 250, block=64)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = work()
+    q.copy_(half(2, 200, 4, 64))
+    graph.replay()
+    for got, want in zip(captured, work()):
+        assert torch.equal(got, want)
+
+
+def test_empty_inputs():
+    for b, sq, sk in ((0, 4, 4), (2, 0, 4), (2, 4, 0)):
+        q, k = half(b, sq, 4, 64), half(b, sk, 2, 64)
+        out, lse = flash_attn_fp8_func(q, k, k, smooth_k=True, rotate=True, return_attn_probs=True)
+        assert out.shape == q.shape and not out.any() and bool((lse == float("-inf")).all())
