@@ -7,7 +7,7 @@ CHECK_DTYPES ?= bf16
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run train test build bench bench-backward bench-fp8 plots readme build-time
+.PHONY: help run train test build bench bench-backward bench-fp8 accuracy plots readme build-time
 .PHONY: compile-check clean
 
 help:  ## show this list
@@ -33,6 +33,10 @@ bench-backward:  ## measure the backward likewise; writes benchmarks/results/bac
 
 bench-fp8:  ## measure the e4m3 forward likewise; writes benchmarks/results/fp8-*.json
 	@$(READY) bench -- python benchmarks/fp8.py $(ARGS)
+
+accuracy:  ## errors of FP8 attention against float64, random inputs and a model's activations
+	@$(READY) run -- python -m flash_attn3.accuracy $(ARGS)
+	@$(READY) run -- python examples/fp8_activations.py
 
 build-time:  ## time and memory of a full build; writes benchmarks/results/build-*.json
 	@$(READY) build -- python benchmarks/build_time.py $(ARGS)
