@@ -62,7 +62,7 @@ def setup_blocks(case: Case, inputs: Inputs):
     module = providers.require("flash_attn3")
     made = module.quantize(inputs.q, inputs.k, inputs.v)
     _own_package(*_descaled(case, inputs)[0])
-    return lambda: module.flash_attn_func(made, causal=case.causal)
+    return lambda: module.flash_attn_func(*made, causal=case.causal)
 
 
 def setup_fa3(case: Case, inputs: Inputs):
