@@ -118,8 +118,11 @@ def _head_dims(q: Tensor, v: Tensor, v_name: str, has_qv: bool) -> None:
 
 
 def qkv(q, k, v, ragged_q: bool, ragged_k: bool, has_qv: bool = False, k_name: str = "k",
-        v_name: str = "v") -> None:
-    """Types, devices, ranks and shapes of q, k, v; batch sizes are the caller's to compare."""
+        v_name: str = "v", quantises_q: bool = False) -> None:
+    """Types, devices, ranks and shapes of q, k, v; batch sizes are the caller's to compare.
+
+    quantises_q: float16 and bfloat16 queries of e4m3 keys and values are accepted.
+    """
     tensor("q", q, (3,) if ragged_q else (4,))
     tensor(k_name, k, (3,) if ragged_k else (4,))
     tensor(v_name, v, (3,) if ragged_k else (4,))
@@ -127,8 +130,7 @@ def qkv(q, k, v, ragged_q: bool, ragged_k: bool, has_qv: bool = False, k_name: s
         raise TypeError(
             f"q has dtype {q.dtype}; expected torch.float16, torch.bfloat16 or torch.float8_e4m3fn "
             "(on the fallback also torch.float32 and torch.float64)")
-    # float16 and bfloat16 queries of e4m3 keys and values are quantised by the call.
-    on_the_fly = q.dtype in HALF_DTYPES and k.dtype == torch.float8_e4m3fn
+    on_the_fly = quantises_q and q.dtype in HALF_DTYPES and k.dtype == torch.float8_e4m3fn
     if on_the_fly and v.dtype != k.dtype:
         raise TypeError(
             f"{v_name} has dtype {v.dtype}; expected {k.dtype}, the dtype of {k_name}")

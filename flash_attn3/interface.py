@@ -33,7 +33,7 @@ def _prepare(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, se
     given = q, k, v
     q, k, v = quantized.plain(q, k, v)
     ragged_q, ragged_k = cu_seqlens_q is not None, cu_seqlens_k is not None
-    checks.qkv(q, k, v, ragged_q, ragged_k, has_qv=qv is not None)
+    checks.qkv(q, k, v, ragged_q, ragged_k, has_qv=qv is not None, quantises_q=True)
     checks.options(softmax_scale, causal, attention_chunk, softcap, num_splits, pack_gqa,
                    deterministic, sm_margin)
     left, right = checks.window(window_size)

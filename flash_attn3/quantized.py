@@ -28,7 +28,8 @@ class Quantized(NamedTuple):
     rotated: bool = False  # q and k: multiplied by a Hadamard matrix along D
     transposed: bool = False  # v: a block is [column][key], in the kernel's order of keys
     mean: Optional[Tensor] = None  # k: (B, Hk, D) float32, taken off its rows
-    # q: (B, H, S), ragged (H, total), float32: its products with k's mean, which the LSE needs.
+    # q: (B, H, S), ragged (H, total), float32: its products with the mean of the k that it was
+    # quantised with, which the LSE needs; None: found from q's own values.
     shift: Optional[Tensor] = None
 
 

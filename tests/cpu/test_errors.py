@@ -84,6 +84,8 @@ def test_ragged(change, error, pattern):
     (dict(cu_seqlens_q=ints(0, 4, 8), q=x(8, 4, 16)), ValueError, "max_seqlen_q"),
     (dict(scheduler_metadata=ints(1, 2)), ValueError, "scheduler_metadata"),
     (dict(q=Q.clone().requires_grad_()), NotImplementedError, "^q "),
+    (dict(k_cache=K.to(torch.float8_e4m3fn), v_cache=K.to(torch.float8_e4m3fn)), TypeError,
+     "^k_cache has dtype torch.float8_e4m3fn"),
 ])
 def test_cache(change, error, pattern):
     with pytest.raises(error, match=pattern):
