@@ -130,15 +130,18 @@ def quantize(
         q, k, v, block_rows, bool(rotate), bool(smooth_k), bool(transpose_v), *options[:4])
 
 
-def _attend(q, k, v, block, rotate, smooth_k, options, with_lse) -> tuple[Tensor, Tensor]:
-    block = _check_block(block)
-    checks.boolean("rotate", rotate)
-    checks.boolean("smooth_k", smooth_k)
-    softcap = options[-3]
+def _check_scheme(smooth_k: bool, softcap: float) -> None:
     if smooth_k and softcap > 0:
         raise ValueError(
             f"smooth_k is True and softcap is {softcap}; expected one of them: a soft cap does "
             "not pass over what smooth_k takes off the scores")
+
+
+def _attend(q, k, v, block, rotate, smooth_k, options, with_lse) -> tuple[Tensor, Tensor]:
+    block = _check_block(block)
+    checks.boolean("rotate", rotate)
+    checks.boolean("smooth_k", smooth_k)
+    _check_scheme(smooth_k, options[-3])
     with_lse = with_lse or (
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     return torch.ops.flash_attn3.fp8_fwd(
@@ -223,6 +226,8 @@ def flash_attn_fp8_varlen_func(
 
 
 def _fp8_fwd(q, k, v, block, rotate, smooth_k, with_lse, *options) -> tuple[Tensor, Tensor]:
+    _check_block(block or None)  # once more, for a direct call of the operator
+    _check_scheme(smooth_k, options[-3])
     transpose_v = block != 0 and _attends_by_kernel(q, k, v, options)
     operands = quantized.quantize_qkv(
         q, k, v, block, rotate, smooth_k, transpose_v, *options[:4], with_shift=with_lse)

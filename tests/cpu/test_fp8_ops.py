@@ -193,6 +193,32 @@ def test_quantising_calls_by_the_operators_give_the_fallbacks_results(options, k
     torch.testing.assert_close(got[1], want[1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_cache_call_by_the_operators(kernels, monkeypatch, ragged):
+    q, k, v = (torch.randn(2, n, h, 32).to(E4M3) for n, h in ((3, 4), (200, 2), (200, 2)))
+    used = torch.tensor([150, 7], dtype=torch.int32)
+    k[0, 150:], v[1, 7:] = float("nan"), float("nan")
+    options = dict(cache_seqlens=used, causal=True, return_softmax_lse=True,
+                   k_descale=torch.rand(2, 2) + 0.5, q_descale=torch.rand(2, 2) + 0.5)
+    if ragged:
+        q = q.flatten(0, 1)[:5]
+        options.update(cu_seqlens_q=torch.tensor([0, 2, 5], dtype=torch.int32), max_seqlen_q=3)
+    got = flash_attn3.flash_attn_with_kvcache(q, k, v, **options)
+    assert [call.dtype for call in kernels] == [E4M3]
+    monkeypatch.undo()
+    for g, w in zip(got, flash_attn3.flash_attn_with_kvcache(q, k, v, **options)):
+        torch.testing.assert_close(g, w, atol=1e-2, rtol=1e-2)
+
+
+def test_direct_calls_of_fp8_fwd_are_checked():
+    tensors, rest = inputs("dense")
+    with pytest.raises(ValueError, match="^block is 32"):
+        fa3.fp8_fwd(*tensors, 32, False, False, True, *rest)
+    capped = (*rest[:-3], 5.0, *rest[-2:])
+    with pytest.raises(ValueError, match="^smooth_k is True and softcap is 5.0"):
+        fa3.fp8_fwd(*tensors, 128, False, True, True, *capped)
+
+
 def test_backend_of_e4m3_calls(kernels):
     (q, k, v), _ = inputs("dense")
     parts = quantize(q, k, v)
