@@ -1,4 +1,5 @@
 // The backward half of the C interface: checks, choice of the instantiation, run-time parameters.
+#include <cmath>
 #include <cstdint>
 #include <string>
 
@@ -154,6 +155,36 @@ Status run(const BwdParams* in, cudaStream_t stream, BwdPlan* plan) {
   return kernel->launch(*in, info, stream, plan);
 }
 
+// Pairs of batch and KV head whose tiles take turns.
+int32_t section_pairs(const BwdParams& in, const DeviceInfo& device, int tile_m,
+                      const BwdKernelParams& params) {
+  if (is_ragged_k(in)) return 1;
+  const bool causal_edge = in.window_right >= 0;
+  const double pairs = double(in.batch) * in.heads_kv;
+  const double rows = is_ragged_q(in) ? double(in.total_q) / in.batch + 1 : in.max_seqlen_q;
+  const double read_bytes = 2.0 * rows * (in.head_dim + in.head_dim_v) * params.group;
+  double wanted = 1;
+  if (in.deterministic != 0) {
+    // A KV tile adds to each query tile about 1.2 steps after the one before it of its pair. So a
+    // pair's tiles are best claimed 2.5 steps apart, if Q, dO and the sums of dQ of all that run
+    // then fit two thirds of L2. Without that they want 1.75, but under a causal edge (last_first)
+    // nothing: there a tile begins a step or two ahead of the one that it follows.
+    const double steps = rows / tile_m * params.group * (causal_edge ? 0.5 : 1.0);
+    const double sum_bytes = 4.0 * rows * in.head_dim * params.group;
+    const double fitting = 0.67 * device.l2_bytes / (read_bytes + sum_bytes);
+    const double least = causal_edge ? 1.0 : std::ceil(1.75 * device.sms / steps);
+    wanted = std::fmax(least, std::floor(std::fmin(2.5 * device.sms / steps, fitting)));
+  } else if (causal_edge) {
+    // The longest tiles come first, so that the last to be handed out are short: in sections whose
+    // Q and dO fit half of L2, as long as a section is work for three rounds.
+    const double by_cache = std::ceil(pairs * read_bytes / (device.l2_bytes / 2.0));
+    const double by_rounds = std::floor(params.tiles / (3.0 * device.sms));
+    const double sections = std::fmax(1.0, std::fmin(by_cache, by_rounds));
+    wanted = std::ceil(pairs / sections);
+  }
+  return int32_t(std::fmin(pairs, std::fmax(1.0, wanted)));
+}
+
 int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 }  // namespace
@@ -163,7 +194,7 @@ BwdWorkspace bwd_workspace(const BwdParams& in, int tile_m, int compiled_head_di
   const int64_t words = is_ragged_k(in) ? BwdTileOrder::words(in.batch) : BwdTileOrder::kHeader;
   return {padded(words * 4), padded(tiles * 2 * tile_m * 4),
           padded(tiles * tile_m * compiled_head_dim * 4),
-          in.deterministic != 0 ? padded(tiles * 4) : 0};
+          in.deterministic != 0 ? padded(tiles * kMostTurnChains * 4) : 0};
 }
 
 void fill_bwd_params(const BwdParams& in, const DeviceInfo& device, int tile_m, int tile_n,
@@ -226,25 +257,11 @@ void fill_bwd_params(const BwdParams& in, const DeviceInfo& device, int tile_m, 
   const int64_t pairs = int64_t(in.batch) * in.heads_kv;
   out->tiles = int32_t(out->k_tiles * pairs);
 
+  out->section_pairs = section_pairs(in, device, tile_m, *out);
   // Under a causal edge the last KV tile meets the fewest query tiles, and each tile begins at the
   // edge: if all start at once, a query tile gets the last KV tile's part first. So the sums of the
   // deterministic mode run in that order, and nobody waits long for a turn.
-  const bool causal_edge = in.window_right >= 0;
-  out->last_first = in.deterministic != 0 && causal_edge;
-
-  // Otherwise the longest tiles come first, so that the last to be handed out are short: in
-  // sections of pairs whose Q and dO fit half of L2, as long as a section is work for a few rounds.
-  out->section_pairs = 1;
-  if (causal_edge && in.deterministic == 0 && !is_ragged_k(in)) {
-    constexpr int64_t kLeastRounds = 3;
-    const int64_t rows = is_ragged_q(in) ? in.total_q / in.batch + 1 : in.max_seqlen_q;
-    const int64_t pair_bytes = 2 * rows * (in.head_dim + in.head_dim_v) * out->group;
-    const int64_t cache = device.l2_bytes / 2 + 1;
-    const int64_t by_cache = (pairs * pair_bytes + cache - 1) / cache;
-    const int64_t by_rounds = out->tiles / (kLeastRounds * device.sms);
-    const int64_t sections = by_cache < by_rounds ? by_cache : by_rounds;
-    out->section_pairs = int32_t(sections <= 1 ? pairs : (pairs + sections - 1) / sections);
-  }
+  out->last_first = in.deterministic != 0 && in.window_right >= 0;
 }
 
 int bwd_grid(const BwdParams& in, const DeviceInfo& device, const BwdKernelParams& params) {

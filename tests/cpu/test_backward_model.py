@@ -9,6 +9,7 @@ seed. Numbers of slots are the kernel's own.
 
 import random
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ TRAITS = (Path(__file__).parents[2] / "csrc/kernels/bwd/bwd_traits.h").read_text
 TILE_SLOTS = int(re.search(r"kTileSlots = (\d+)", TRAITS)[1])
 DS_SLOTS = int(re.search(r"kDsSlots = (\d+)", TRAITS)[1])
 P_SLOTS = int(re.search(r"kPSlots = kRoles \? (\d+)", TRAITS)[1])
+TURN_SLOTS = int(re.search(r"kTurnSlots = (\d+)", TRAITS)[1])
 
 
 class Place:
@@ -50,8 +52,8 @@ class Work:
         self.deterministic = deterministic
         self.key_tails, self.query_tail = key_tails, query_tail
         self.counter = 0
-        self.turns = {}  # (head, m): how many KV tiles have been added
-        self.added = {}  # (head, m, w): KV tiles in the order of their additions
+        self.turns = {}  # (head, m, chain): how many KV tiles have been added
+        self.added = {}  # (head, m, chain): KV tiles in the order of their additions
         self.gradients = []
 
     def steps(self, number):
@@ -66,9 +68,12 @@ class Cta:
     def __init__(self, work, roles):
         self.work, self.roles, stages = work, roles, work.stages
         self.tile_full = [Barrier(1) for _ in range(TILE_SLOTS)]
-        # Producer, tail warp, two consumers, and the turn warp where it runs.
-        self.tile_empty = [Barrier(4 + work.deterministic) for _ in range(TILE_SLOTS)]
-        self.turn_come, self.turn_done = Barrier(1), Barrier(2)
+        # Producer, tail warp, two consumers, and the lanes of the turn warp where it runs.
+        self.chains = self.chains_of(0) + self.chains_of(1)
+        turn_lanes = len(self.chains) if work.deterministic else 0
+        self.tile_empty = [Barrier(4 + turn_lanes) for _ in range(TILE_SLOTS)]
+        self.turn_come = {c: [Barrier(1) for _ in range(TURN_SLOTS)] for c in self.chains}
+        self.turn_done = {c: [Barrier(1) for _ in range(TURN_SLOTS)] for c in self.chains}
         self.tile = [None] * TILE_SLOTS
         self.loaded = Barrier(1)
         kv_stages = range(work.kv_stages)
@@ -90,9 +95,13 @@ class Cta:
 
     def actors(self):
         consumer = self.role_consumer if self.roles else self.key_consumer
-        turns = [self.turn_warp()] if self.work.deterministic else []
+        turns = map(self.turn_lane, self.chains if self.work.deterministic else [])
         actors = [self.scheduler(), self.producer(), self.tail_warp(), consumer(0), consumer(1)]
-        return actors + turns
+        return [*actors, *turns]
+
+    def chains_of(self, w):
+        """Parts of dQ that consumer w adds by themselves; role 1 has one, as at head dim 192."""
+        return [(w, part) for part in range(2 if self.roles and w == 0 else 1)]
 
     def copy(self, place, value, barrier):
         def arrive():
@@ -203,31 +212,66 @@ class Cta:
 
     # Additions to dQ.
 
-    def turn_warp(self):
-        step = 0
-        for slot, ready in self.tiles():
-            yield ready
-            number = self.tile[slot]
-            if number < 0:
-                return
-            for _, head, m in self.work.steps(number):
-                rank = self.work.rank(number, m)
-                yield lambda: self.work.turns.get((head, m), 0) == rank
-                self.turn_come.arrive()
-                yield lambda: self.turn_done.passed(step % 2)
-                yield lambda: True
-                self.work.turns[head, m] = rank + 1
-                step += 1
-            self.tile_empty[slot].arrive()
+    def turn_lane(self, chain):
+        """Announces turns up to TURN_SLOTS steps before they are passed on; it never blocks."""
+        turns = self.work.turns
+        announced, passed_on = [], 0  # (head, m) of the steps announced
+        count, number, steps = 0, None, []
+        while True:
+            slot, parity = passed_on % TURN_SLOTS, passed_on // TURN_SLOTS % 2
+            if passed_on < len(announced) and self.turn_done[chain][slot].passed(parity):
+                turns[(*announced[passed_on], chain)] += 1
+                passed_on += 1
+            elif number == -1:
+                if passed_on == len(announced):
+                    return
+            elif len(announced) - passed_on == TURN_SLOTS:
+                pass
+            elif number is None:
+                if self.tile_full[count % TILE_SLOTS].passed(count // TILE_SLOTS % 2):
+                    number = self.tile[count % TILE_SLOTS]
+                    steps = self.work.steps(number) if number >= 0 else []
+            elif not steps:
+                self.tile_empty[count % TILE_SLOTS].arrive()
+                count, number = count + 1, None
+            else:
+                _, head, m = steps[0]
+                if turns.setdefault((head, m, chain), 0) == self.work.rank(number, m):
+                    self.turn_come[chain][len(announced) % TURN_SLOTS].arrive()
+                    announced.append((head, m))
+                    steps = steps[1:]
+            yield self.turn_may_move(chain, announced, passed_on, count, number, steps)
 
-    def wait_turn(self, step, count, w):
-        if self.work.deterministic:
-            yield lambda: self.turn_come.passed(count % 2)
-        self.work.added.setdefault((step[1], step[2], w), []).append(step[0])
+    def turn_may_move(self, chain, announced, passed_on, count, number, steps):
+        """Whether a round of turn_lane() would do anything: without it no deadlock would show."""
+        slot, parity = passed_on % TURN_SLOTS, passed_on // TURN_SLOTS % 2
+        has_room = len(announced) - passed_on < TURN_SLOTS
 
-    def end_turn(self):
+        def may_move():
+            if passed_on < len(announced) and self.turn_done[chain][slot].passed(parity):
+                return True
+            if number == -1:
+                return passed_on == len(announced)
+            if not has_room:
+                return False
+            if number is None:
+                return self.tile_full[count % TILE_SLOTS].passed(count // TILE_SLOTS % 2)
+            if not steps:
+                return True
+            _, head, m = steps[0]
+            return self.work.turns.get((head, m, chain), 0) == self.work.rank(number, m)
+
+        return may_move
+
+    def add(self, step, count, chain):
+        """A part of a step's dQ, in its turn."""
+        slot, parity = count % TURN_SLOTS, count // TURN_SLOTS % 2
         if self.work.deterministic:
-            self.turn_done.arrive()
+            yield lambda: self.turn_come[chain][slot].passed(parity)
+        self.work.added.setdefault((step[1], step[2], chain), []).append(step[0])
+        yield lambda: True
+        if self.work.deterministic:
+            self.turn_done[chain][slot].arrive()
 
     def key_consumer(self, w):
         stages = self.work.stages
@@ -243,9 +287,7 @@ class Cta:
             for half in self.ds[at % DS_SLOTS]:
                 half.release()
             self.ds_empty[at % DS_SLOTS].arrive()
-            yield from self.wait_turn(step, at, w)
-            yield lambda: True
-            self.end_turn()
+            yield from self.add(step, at, (w, 0))
 
         for slot, ready in self.tiles():
             yield ready
@@ -300,6 +342,7 @@ class Cta:
         stages = self.work.stages
         count, with_work = 0, 0  # count: seconds released
         first, second = ("q", "o") if w == 0 else ("o", "q")
+        chains = self.chains_of(w)
 
         def make_operand(step):
             stage, parity = count % stages["o"], count // stages["o"] % 2
@@ -351,21 +394,24 @@ class Cta:
                     self.data[second][count % stages[second]].release()
                     self.empty[second][count % stages[second]].arrive()
                     count += 1
-                    yield from self.wait_turn(before, count - 1, w)
                 if index == len(steps):
                     break
                 step, stage = steps[index], count % stages[first]
                 parity = count // stages[first] % 2
                 yield lambda: self.full[first][stage].passed(parity)
                 self.data[first][stage].read(step)
+                for chain in chains[:-1] if later else []:
+                    yield from self.add(before, count - 1, chain)
                 yield lambda: True
                 yield from make_operand(step)
                 yield lambda: True
                 if later:
                     self.ds[ds][0].release()
                     self.ds_empty[ds].arrive()
-                    self.end_turn()
+                    yield from self.add(before, count - 1, chains[-1])
             if steps:
+                for chain in chains[:-1]:
+                    yield from self.add(steps[-1], count - 1, chain)
                 yield lambda: True
                 self.ds[ds][0].release()
                 self.ds_empty[ds].arrive()
@@ -373,7 +419,7 @@ class Cta:
                     self.kv[x][kv].release()
                 self.kv_empty[kv].arrive()
                 with_work += 1
-                self.end_turn()
+                yield from self.add(steps[-1], count - 1, chains[-1])
             self.work.gradients.append((number, w))
             self.tile_empty[slot].arrive()
 
@@ -429,10 +475,10 @@ def test_every_part_is_added_once_whatever_the_order(roles, stages, kv_stages, d
             ctas = random.choice((1, 2, 3, len(tiles) + 1))
             assert run(work, roles, ctas), f"deadlock with tiles {tiles}, seed {seed}, CTAs {ctas}"
             assert sorted(work.gradients) == [(n, w) for n in range(len(tiles)) for w in range(2)]
+            chains = Cta(work, roles).chains
             wanted = {}
             for n, (first, end) in enumerate(tiles):
-                for key in [(h, m, w) for h in range(heads) for m in range(first, end)
-                            for w in range(2)]:
+                for key in product(range(heads), range(first, end), chains):
                     wanted.setdefault(key, []).append(n)
             got = work.added if deterministic else {k: sorted(v) for k, v in work.added.items()}
             assert got == wanted

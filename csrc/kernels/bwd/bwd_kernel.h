@@ -40,12 +40,16 @@ __device__ __forceinline__ void init_bwd_barriers(typename T::SharedMemory& shar
   }
   for (int slot = 0; slot < T::kTileSlots; ++slot) {
     mbarrier_init(&shared.tile_full[slot], 1);
-    // Producer and tail warp too, and the turn warp where it runs.
-    mbarrier_init(&shared.tile_empty[slot], 2 + deterministic + kWarps);
+    // Producer and tail warp too, and the turn warp's lanes where they run.
+    mbarrier_init(&shared.tile_empty[slot], 2 + (deterministic ? T::kTurnChains : 0) + kWarps);
   }
   mbarrier_init(&shared.loaded, 1);
-  mbarrier_init(&shared.turn_come, 1);
-  mbarrier_init(&shared.turn_done, kWarps);
+  for (int chain = 0; chain < T::kTurnChains; ++chain) {
+    for (int slot = 0; slot < T::kTurnSlots; ++slot) {
+      mbarrier_init(&shared.turn_come[chain][slot], 1);
+      mbarrier_init(&shared.turn_done[chain][slot], 4);
+    }
+  }
   mbarrier_init_fence();
 }
 

@@ -169,9 +169,7 @@ struct BwdKeyConsumer {
       wgmma_wait<1>();
       pin_registers(dq);
       release_ds(step_count - 1);
-      adder.wait_turn(step_count - 1);
-      adder.add(dq, before, warpgroup, 0);
-      adder.end_turn();
+      adder.add(dq, before, step_count - 1, warpgroup, 0);
     }
     ++step_count;
   }
@@ -211,9 +209,7 @@ struct BwdKeyConsumer {
     say(&shared.q_empty[ring_slot<T::kQStages>(step_count - 1)]);
     say(&shared.kv_empty[kv_stage()]);
     ++tile_count;
-    adder.wait_turn(step_count - 1);
-    adder.add(dq, at, warpgroup, 0);
-    adder.end_turn();
+    adder.add(dq, at, step_count - 1, warpgroup, 0);
     store(tile, dk, dv);
   }
 

@@ -43,9 +43,9 @@ struct BwdKernelParams {
 
   // Workspace, each by [query tile][head].
   int32_t* plan;
-  float* rows;     // -LSE in log2 of M rows, then delta of M rows
+  float* rows;     // -LSE in log2 of M rows, then delta of M rows, as row_value_place() orders them
   float* dq_sum;   // M x D in the order of the threads' fragments (bwd_dq.h)
-  int32_t* turns;  // KV tiles that have added to the sums; deterministic calls only, else null
+  int32_t* turns;  // by chain (bwd_dq.h) too: KV tiles that have added; not deterministic: null
 
   Strides out_strides;
   Strides dout_strides;

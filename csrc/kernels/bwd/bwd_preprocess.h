@@ -4,6 +4,7 @@
 
 #include "kernels/attn/online_softmax.h"
 #include "kernels/bwd/bwd_params.h"
+#include "kernels/bwd/bwd_scores.h"
 #include "kernels/bwd/bwd_traits.h"
 #include "kernels/common/memory.h"
 
@@ -68,8 +69,8 @@ __device__ __forceinline__ void write_row_values(const BwdKernelParams& params,
         if (params.dlse != nullptr) delta -= params.dlse[at];
       }
     }
-    rows[r] = minus_lse;
-    rows[T::kBlockM + r] = used ? delta : 0.0f;
+    rows[row_value_place(r)] = minus_lse;
+    rows[T::kBlockM + row_value_place(r)] = used ? delta : 0.0f;
   }
 }
 
@@ -89,7 +90,9 @@ __global__ void __launch_bounds__(kBwdSideThreads)
   for (int i = threadIdx.x; i < T::kBlockM * T::kHeadDim / 4; i += kBwdSideThreads) {
     sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  if (params.turns != nullptr && threadIdx.x == 0) params.turns[at] = 0;
+  if (params.turns != nullptr && threadIdx.x < kMostTurnChains) {
+    params.turns[at * kMostTurnChains + threadIdx.x] = 0;
+  }
   write_row_values<T>(params, tile, head, params.rows + at * (2 * T::kBlockM));
 }
 

@@ -132,15 +132,13 @@ struct BwdProducer {
       // Read where it lies: this warp has few registers.
       const BwdTile& tile = shared.tiles[slot];
       if (tile.head_kv < 0) return;
-      bool first = true;
 #pragma unroll 1
       for (int g = 0; g < params.group; ++g) {
         const int head = tile.head_kv * params.group + g;
 #pragma unroll 1
         for (int m = tile.m_begin; m < tile.m_end; ++m, ++count) {
           load_q(tile, head, m, count);
-          if (first) load_kv(tile, tiles_with_work++);
-          first = false;
+          if (g == 0 && m == tile.m_begin) load_kv(tile, tiles_with_work++);
           load_dout(tile, head, m, count);
         }
       }
@@ -165,6 +163,7 @@ struct BwdTail {
 #pragma unroll 1
     for (int panel = 0; panel < P::kCount; ++panel) {
       uint8_t* rows = tile + panel * kRows * P::kBytes;
+#pragma unroll 1
       for (int at = valid_rows * P::kBytes + lane * 16; at < kRows * P::kBytes; at += 32 * 16) {
         *reinterpret_cast<uint4*>(rows + at) = make_uint4(0, 0, 0, 0);
       }

@@ -205,15 +205,12 @@ struct BwdRoleConsumer {
       if constexpr (kLow > 0) issue_dq<0>(step_count, dq);
       wgmma_wait<0>();
       pin_registers(a);
-      if (later) {
-        release_second();
-        adder.wait_turn(step_count - 1);
-      }
+      if (later) release_second();
       if (left-- == 0) break;
       issue_first(s);
       if constexpr (kLow > 0) {
         pin_registers(dq);
-        if (later) adder.add(dq, before, kRole, 0);
+        if (later) adder.add(dq, before, step_count - 1, kRole, 0);
       }
       issue_dq<kLow>(step_count - 1, dq);
       wgmma_wait<1>();
@@ -224,8 +221,7 @@ struct BwdRoleConsumer {
       pin_registers(dq);
       if (later) {
         release_ds(step_count - 1);
-        adder.add(dq, before, kRole, kLow / 8);
-        adder.end_turn();
+        adder.add(dq, before, step_count - 1, kRole, kLow / 8);
       }
       before = at;
       at += params.heads;
@@ -236,7 +232,7 @@ struct BwdRoleConsumer {
     }
     if constexpr (kLow > 0) {
       pin_registers(dq);
-      adder.add(dq, before, kRole, 0);
+      adder.add(dq, before, step_count - 1, kRole, 0);
     }
     issue_dq<kLow>(step_count - 1, dq);
     wgmma_wait<0>();
@@ -245,8 +241,7 @@ struct BwdRoleConsumer {
     release_ds(step_count - 1);
     say(&shared.kv_empty[kv_stage()]);
     ++tile_count;
-    adder.add(dq, before, kRole, kLow / 8);
-    adder.end_turn();
+    adder.add(dq, before, step_count - 1, kRole, kLow / 8);
     store(tile, gradient);
   }
 

@@ -9,6 +9,16 @@
 
 namespace flash_attn3 {
 
+// The values of 16 queries that a thread has scores of lie together: of query r of a tile at this
+// place. Blocks of 8 queries i and i + 1 are a thread's x, y and z, w.
+__device__ __forceinline__ int row_value_place(int r) {
+  return r / 16 * 16 + r / 2 % 4 * 4 + r / 8 % 2 * 2 + r % 2;
+}
+
+__device__ __forceinline__ float4 row_values(const float* of_16_queries) {
+  return *reinterpret_cast<const float4*>(of_16_queries + 4 * (threadIdx.x % 4));
+}
+
 // Scores to probabilities, in place. rows: the stage's -LSE in log2; a row without keys has -inf
 // there, and P = 0.
 template <int kSize>
@@ -20,12 +30,14 @@ __device__ __forceinline__ void make_probabilities(float (&s)[kSize], const floa
   }
   const float scale = params.scale_log2;
 #pragma unroll
-  for (int i = 0; i < kSize / 4; ++i) {
-    const float2 lse = *reinterpret_cast<const float2*>(rows + 8 * i + 2 * (threadIdx.x % 4));
-    s[4 * i] = exp2_approx(fmaf(s[4 * i], scale, lse.x));
-    s[4 * i + 1] = exp2_approx(fmaf(s[4 * i + 1], scale, lse.y));
-    s[4 * i + 2] = exp2_approx(fmaf(s[4 * i + 2], scale, lse.x));
-    s[4 * i + 3] = exp2_approx(fmaf(s[4 * i + 3], scale, lse.y));
+  for (int i = 0; i < kSize / 8; ++i) {
+    const float4 lse = row_values(rows + 16 * i);
+#pragma unroll
+    for (int h = 0; h < 4; ++h) {
+      float* two = s + 8 * i + 2 * h;
+      two[0] = exp2_approx(fmaf(two[0], scale, h < 2 ? lse.x : lse.z));
+      two[1] = exp2_approx(fmaf(two[1], scale, h < 2 ? lse.y : lse.w));
+    }
   }
 }
 
@@ -56,13 +68,12 @@ __device__ __forceinline__ void mask_probabilities(float (&p)[kSize], const Mask
 template <class Element>
 __device__ __forceinline__ void make_score_gradients(float* dp, const uint32_t (&p)[4],
                                                      const float* deltas) {
+  const float4 delta = row_values(deltas);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 delta =
-        *reinterpret_cast<const float2*>(deltas + i / 2 * 8 + 2 * (threadIdx.x % 4));
     const float2 two = unpack_two<Element>(p[i]);
-    dp[2 * i] = two.x * (dp[2 * i] - delta.x);
-    dp[2 * i + 1] = two.y * (dp[2 * i + 1] - delta.y);
+    dp[2 * i] = two.x * (dp[2 * i] - (i < 2 ? delta.x : delta.z));
+    dp[2 * i + 1] = two.y * (dp[2 * i + 1] - (i < 2 ? delta.y : delta.w));
   }
 }
 
@@ -71,12 +82,12 @@ __device__ __forceinline__ void make_score_gradients(float* dp, const uint32_t (
 template <class Element>
 __device__ __forceinline__ void apply_softcap_factor(float* ds, const uint32_t (&p)[4],
                                                      const float* rows, float tanh_from_log2) {
+  const float4 lse = row_values(rows);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 lse = *reinterpret_cast<const float2*>(rows + i / 2 * 8 + 2 * (threadIdx.x % 4));
     const float2 two = unpack_two<Element>(p[i]);
-    const float x = (__log2f(two.x) - lse.x) * tanh_from_log2;
-    const float y = (__log2f(two.y) - lse.y) * tanh_from_log2;
+    const float x = (__log2f(two.x) - (i < 2 ? lse.x : lse.z)) * tanh_from_log2;
+    const float y = (__log2f(two.y) - (i < 2 ? lse.y : lse.w)) * tanh_from_log2;
     ds[2 * i] *= two.x == 0.0f ? 0.0f : fmaxf(1.0f - x * x, 0.0f);
     ds[2 * i + 1] *= two.y == 0.0f ? 0.0f : fmaxf(1.0f - y * y, 0.0f);
   }

@@ -9,6 +9,9 @@
 
 namespace flash_attn3 {
 
+// Counters of the deterministic mode for each query tile and head: 16 bytes, a cache sector's half.
+constexpr int kMostTurnChains = 4;
+
 // How two consumer warpgroups share the work of a tile.
 enum class BwdSplit {
   kKeys,   // 128 keys a tile: each takes 64 of them through all products
@@ -90,6 +93,15 @@ struct BwdTraits : Schedule {
   static constexpr int kDsBytes = kBlockM * kBlockN * 2;
   static constexpr int kDsSlots = 2;
   static constexpr int kPSlots = kRoles ? 2 : 1;
+
+  // Parts of dQ that are added by themselves: a piece, or with roles 64 columns of it.
+  static constexpr int kTurnChains = kRoles ? kHeadDim / 64 : kConsumers;
+  static_assert(kTurnChains <= kMostTurnChains);
+  static constexpr int kTurnSlots = 4;
+  static __device__ __forceinline__ constexpr int turn_chain(int warpgroup, int first_fragment) {
+    return kRoles ? (warpgroup * kDqColumns0 + first_fragment * 8) / 64 : warpgroup;
+  }
+
   static constexpr int kPBytes = kRoles ? kBlockM * kBlockN * 2 : 16;
 
   struct SharedMemory {
@@ -121,8 +133,10 @@ struct BwdTraits : Schedule {
     uint64_t tile_full[kTileSlots];
     uint64_t loaded;  // a tile's last copy has been issued
     uint64_t tile_empty[kTileSlots];
-    uint64_t turn_come;  // deterministic calls: the consumers may add, and have added
-    uint64_t turn_done;
+    // Deterministic calls: the step's part of dQ may be added, and has been added.
+    uint64_t turn_come[kTurnChains][kTurnSlots];
+    uint64_t turn_done[kTurnChains][kTurnSlots];
+    int32_t turn_rows[kTurnChains][kTurnSlots];  // the turn warp's own: the step's counter
     alignas(16) BwdTile tiles[kTileSlots];
   };
 };

@@ -31,8 +31,9 @@ __device__ __forceinline__ int load_acquire(const int* address) {
   return value;
 }
 
-__device__ __forceinline__ void store_release(int* address, int value) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+// Everything that this thread has seen or done comes before the addition, for all who acquire it.
+__device__ __forceinline__ void add_release(int* address, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // Four 8x8 matrices of 16-bit elements to shared memory, each transposed: lane l gives the address
