@@ -53,25 +53,26 @@ __device__ __forceinline__ void init_bwd_barriers(typename T::SharedMemory& shar
   mbarrier_init_fence();
 }
 
-// Code of its own for each consumer only where they differ at compile time.
-template <class T>
+// Code of its own for each consumer only where they differ at compile time. The soft cap has its
+// own too: in a step without one it would be 8 KB to jump over.
+template <class T, bool kSoftcap>
 __device__ __forceinline__ void run_bwd_consumer(const BwdKernelParams& params,
                                                  typename T::SharedMemory& shared, int w) {
   if constexpr (T::kRoles) {
     if (w == 0) {
-      consume_tiles<T>(shared, BwdRoleConsumer<T, 0>{params, shared, {params, shared}});
+      consume_tiles<T>(shared, BwdRoleConsumer<T, 0, kSoftcap>{params, shared, {params, shared}});
     } else {
-      consume_tiles<T>(shared, BwdRoleConsumer<T, 1>{params, shared, {params, shared}});
+      consume_tiles<T>(shared, BwdRoleConsumer<T, 1, kSoftcap>{params, shared, {params, shared}});
     }
   } else if constexpr (T::kDqColumns0 == T::kDqColumns1) {
-    consume_tiles<T>(shared,
-                     BwdKeyConsumer<T, T::kDqColumns0>{params, shared, w, {params, shared}});
+    using Consumer = BwdKeyConsumer<T, T::kDqColumns0, kSoftcap>;
+    consume_tiles<T>(shared, Consumer{params, shared, w, {params, shared}});
   } else if (w == 0) {
-    consume_tiles<T>(shared,
-                     BwdKeyConsumer<T, T::kDqColumns0>{params, shared, 0, {params, shared}});
+    using Consumer = BwdKeyConsumer<T, T::kDqColumns0, kSoftcap>;
+    consume_tiles<T>(shared, Consumer{params, shared, 0, {params, shared}});
   } else {
-    consume_tiles<T>(shared,
-                     BwdKeyConsumer<T, T::kDqColumns1>{params, shared, 1, {params, shared}});
+    using Consumer = BwdKeyConsumer<T, T::kDqColumns1, kSoftcap>;
+    consume_tiles<T>(shared, Consumer{params, shared, 1, {params, shared}});
   }
 }
 
@@ -108,7 +109,12 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
   } else {
     registers_take<T::kConsumerRegisters>();
-    run_bwd_consumer<T>(params, shared, warp / 4 - 1);
+    // With 128 query rows ptxas serialises the products of a step that has no branch in it.
+    if (T::kBlockM == 64 && params.tanh_factor == 0.0f) [[likely]] {
+      run_bwd_consumer<T, false>(params, shared, warp / 4 - 1);
+    } else {
+      run_bwd_consumer<T, true>(params, shared, warp / 4 - 1);
+    }
   }
 }
 

@@ -19,10 +19,12 @@
 
 namespace flash_attn3 {
 
-template <class T, int kDqColumns>
+template <class T, int kDqColumns, bool kSoftcap>
 struct BwdKeyConsumer {
   using Element = typename T::Element;
   static constexpr int kScores = T::kBlockM / 2;
+  // LSE lies in registers while both products of scores are on their way, where there is room.
+  static constexpr bool kReadEarly = kScores <= 32;
 
   const BwdKernelParams& params;
   typename T::SharedMemory& shared;
@@ -123,10 +125,11 @@ struct BwdKeyConsumer {
     pin_registers(ds);
     if (before >= 0) say(&shared.q_empty[ring_slot<T::kQStages>(step_count - 1)]);
     issue_dp(dp);
+    const float* rows = shared.rows[dout_stage()];
+    const RowValues<kScores / 8, kReadEarly> minus_lse(rows);
     wgmma_wait<1>();
     pin_registers(s);
-    const float* rows = shared.rows[dout_stage()];
-    make_probabilities(s, rows, params);
+    make_probabilities<kSoftcap>(s, minus_lse, params);
     const BlockRange plain = tile.plain[warpgroup];
     if (m < plain.begin || m >= plain.end) [[unlikely]] {
       mask_probabilities(s, params.mask, tile, first_key(tile),
@@ -135,19 +138,20 @@ struct BwdKeyConsumer {
     uint32_t p[kScores / 2];
     pack_fragments<Element>(s, p);
     issue_dv(p, dv);
+    const RowValues<kScores / 8, kReadEarly> deltas(rows + T::kBlockM);
     wgmma_wait<1>();
     pin_registers(dp);
-    if (params.tanh_factor == 0.0f) [[likely]] {
+    if (!kSoftcap || params.tanh_factor == 0.0f) [[likely]] {
 #pragma unroll
       for (int i = 0; i < kScores / 8; ++i) {
         const uint32_t four[4] = {p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]};
-        make_score_gradients<Element>(dp + 8 * i, four, rows + T::kBlockM + 16 * i);
+        make_score_gradients<Element>(dp + 8 * i, four, deltas[i]);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kScores / 8; ++i) {
         const uint32_t four[4] = {p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]};
-        make_score_gradients<Element>(dp + 8 * i, four, rows + T::kBlockM + 16 * i);
+        make_score_gradients<Element>(dp + 8 * i, four, deltas[i]);
         apply_softcap_factor<Element>(dp + 8 * i, four, rows + 16 * i, params.tanh_from_log2);
       }
     }

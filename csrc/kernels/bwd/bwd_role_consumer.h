@@ -22,7 +22,7 @@
 
 namespace flash_attn3 {
 
-template <class T, int kRole>
+template <class T, int kRole, bool kSoftcap>
 struct BwdRoleConsumer {
   using Element = typename T::Element;
   static constexpr int kScores = T::kBlockM / 2;
@@ -130,7 +130,8 @@ struct BwdRoleConsumer {
                                          uint32_t (&p)[kScores / 2]) {
     say(&shared.q_empty[q_stage()]);
     wait_dout();  // for the rows that come with it
-    make_probabilities(s, shared.rows[dout_stage()], params);
+    const RowValues<kScores / 8, false> minus_lse(shared.rows[dout_stage()]);
+    make_probabilities<kSoftcap>(s, minus_lse, params);
     const BlockRange plain = tile.plain[0];
     if (m < plain.begin || m >= plain.end) [[unlikely]] {
       mask_probabilities(s, params.mask, tile, first_key(tile),
@@ -154,9 +155,10 @@ struct BwdRoleConsumer {
 #pragma unroll
     for (int i = 0; i < kScores / 8; ++i) {
       const uint4 p = *p_fragments(p_slot, i);
-      make_score_gradients<Element>(dp + 8 * i, {p.x, p.y, p.z, p.w}, rows + T::kBlockM + 16 * i);
+      make_score_gradients<Element>(dp + 8 * i, {p.x, p.y, p.z, p.w},
+                                    row_values(rows + T::kBlockM + 16 * i));
     }
-    if (params.tanh_factor != 0.0f) [[unlikely]] {
+    if constexpr (kSoftcap) {
 #pragma unroll
       for (int i = 0; i < kScores / 8; ++i) {
         const uint4 p = *p_fragments(p_slot, i);

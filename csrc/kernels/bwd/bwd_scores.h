@@ -19,19 +19,42 @@ __device__ __forceinline__ float4 row_values(const float* of_16_queries) {
   return *reinterpret_cast<const float4*>(of_16_queries + 4 * (threadIdx.x % 4));
 }
 
+// The same of kCount times 16 queries: in registers if kEarly, since shared memory is best read
+// before the wait for products, which keep it busy; else read when they are asked for.
+template <int kCount, bool kEarly>
+struct RowValues {
+  float4 values[kEarly ? kCount : 1];
+  const float* rows;
+
+  __device__ __forceinline__ explicit RowValues(const float* from) : rows(from) {
+    if constexpr (kEarly) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) values[i] = row_values(rows + 16 * i);
+    }
+  }
+
+  __device__ __forceinline__ float4 operator[](int i) const {
+    if constexpr (kEarly) {
+      return values[i];
+    } else {
+      return row_values(rows + 16 * i);
+    }
+  }
+};
+
 // Scores to probabilities, in place. rows: the stage's -LSE in log2; a row without keys has -inf
 // there, and P = 0.
-template <int kSize>
-__device__ __forceinline__ void make_probabilities(float (&s)[kSize], const float* rows,
+template <bool kSoftcap, int kSize, class Values>
+__device__ __forceinline__ void make_probabilities(float (&s)[kSize], const Values& minus_lse,
                                                    const BwdKernelParams& params) {
-  if (params.tanh_factor != 0.0f) [[unlikely]] {
+  if (kSoftcap && params.tanh_factor != 0.0f) [[unlikely]] {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) s[i] = tanh_by_exp2(params.tanh_factor * s[i]);
   }
   const float scale = params.scale_log2;
 #pragma unroll
   for (int i = 0; i < kSize / 8; ++i) {
-    const float4 lse = row_values(rows + 16 * i);
+    const float4 lse = minus_lse[i];
 #pragma unroll
     for (int h = 0; h < 4; ++h) {
       float* two = s + 8 * i + 2 * h;
@@ -67,8 +90,7 @@ __device__ __forceinline__ void mask_probabilities(float (&p)[kSize], const Mask
 // reads too.
 template <class Element>
 __device__ __forceinline__ void make_score_gradients(float* dp, const uint32_t (&p)[4],
-                                                     const float* deltas) {
-  const float4 delta = row_values(deltas);
+                                                     const float4& delta) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float2 two = unpack_two<Element>(p[i]);
