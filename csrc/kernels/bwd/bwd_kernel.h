@@ -53,8 +53,7 @@ __device__ __forceinline__ void init_bwd_barriers(typename T::SharedMemory& shar
   mbarrier_init_fence();
 }
 
-// Code of its own for each consumer only where they differ at compile time. The soft cap has its
-// own too: in a step without one it would be 8 KB to jump over.
+// Code of its own for each consumer only where they differ at compile time.
 template <class T, bool kSoftcap>
 __device__ __forceinline__ void run_bwd_consumer(const BwdKernelParams& params,
                                                  typename T::SharedMemory& shared, int w) {
@@ -109,8 +108,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
   } else {
     registers_take<T::kConsumerRegisters>();
-    // With 128 query rows ptxas serialises the products of a step that has no branch in it.
-    if (T::kBlockM == 64 && params.tanh_factor == 0.0f) [[likely]] {
+    if (T::kSoftcapApart && params.tanh_factor == 0.0f) [[likely]] {
       run_bwd_consumer<T, false>(params, shared, warp / 4 - 1);
     } else {
       run_bwd_consumer<T, true>(params, shared, warp / 4 - 1);

@@ -23,8 +23,8 @@ template <class T, int kDqColumns, bool kSoftcap>
 struct BwdKeyConsumer {
   using Element = typename T::Element;
   static constexpr int kScores = T::kBlockM / 2;
-  // LSE lies in registers while both products of scores are on their way, where there is room.
-  static constexpr bool kReadEarly = kScores <= 32;
+  // LSE and delta are in registers before the wait for scores, where there is room for them.
+  static constexpr bool kReadEarly = T::kSoftcapApart;
 
   const BwdKernelParams& params;
   typename T::SharedMemory& shared;

@@ -71,6 +71,10 @@ struct BwdTraits : Schedule {
   static constexpr int kProducerRegisters = 3 * 168 - kConsumers * kConsumerRegisters;
   static_assert(kProducerRegisters >= 24 && kProducerRegisters % 8 == 0);
   static constexpr bool kRoles = kSplit == BwdSplit::kRoles;
+  // The soft cap has code of its own: in a step without one it would be 8 KB to jump over. With 128
+  // query rows ptxas serialises the products of a step that has no branch in it, and at head dim 96
+  // it is slower so (6 %).
+  static constexpr bool kSoftcapApart = kBlockM == 64 && kHeadDim != 96;
 
   // dQ of a query tile is made in two pieces, one by each consumer: half of its rows where there
   // are 128, else some of its columns (whole panels of K).
