@@ -46,8 +46,7 @@ struct BwdDqAdder {
     }
     if (params.turns == nullptr) [[likely]]
       return;
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.turn_done[chain][slot]);
+    warp_arrive(&shared.turn_done[chain][slot], threadIdx.x % 32);
   }
 };
 

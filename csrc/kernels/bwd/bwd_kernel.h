@@ -12,42 +12,44 @@ namespace flash_attn3 {
 template <class T>
 __device__ __forceinline__ void init_bwd_barriers(typename T::SharedMemory& shared,
                                                   bool deterministic) {
-  constexpr int kWarps = T::kConsumerWarps;
+  constexpr int kOfWarpgroup = 4 * kArrivalsPerWarp;
+  constexpr int kOfAll = T::kConsumerWarps * kArrivalsPerWarp;
   for (int stage = 0; stage < T::kKvStages; ++stage) {
     mbarrier_init(&shared.k_full[stage], 1);
     mbarrier_init(&shared.v_full[stage], 1);
     mbarrier_init(&shared.k_tail[stage], 1);
     mbarrier_init(&shared.v_tail[stage], 1);
-    mbarrier_init(&shared.kv_empty[stage], kWarps);
+    mbarrier_init(&shared.kv_empty[stage], kOfAll);
   }
   for (int stage = 0; stage < T::kQStages; ++stage) {
     mbarrier_init(&shared.q_full[stage], 1);
     mbarrier_init(&shared.q_tail[stage], 1);
-    mbarrier_init(&shared.q_empty[stage], kWarps);
+    mbarrier_init(&shared.q_empty[stage], kOfAll);
   }
   for (int stage = 0; stage < T::kDoutStages; ++stage) {
     mbarrier_init(&shared.dout_full[stage], 1);
     mbarrier_init(&shared.dout_tail[stage], 1);
-    mbarrier_init(&shared.dout_empty[stage], kWarps);
+    mbarrier_init(&shared.dout_empty[stage], kOfAll);
   }
   for (int slot = 0; slot < T::kDsSlots; ++slot) {
-    mbarrier_init(&shared.ds_full[slot], T::kRoles ? 4 : kWarps);
-    mbarrier_init(&shared.ds_empty[slot], kWarps);
+    mbarrier_init(&shared.ds_full[slot], T::kRoles ? kOfWarpgroup : kOfAll);
+    mbarrier_init(&shared.ds_empty[slot], kOfAll);
   }
   for (int slot = 0; slot < T::kPSlots; ++slot) {
-    mbarrier_init(&shared.p_full[slot], 4);
-    mbarrier_init(&shared.p_empty[slot], 4);
+    mbarrier_init(&shared.p_full[slot], kOfWarpgroup);
+    mbarrier_init(&shared.p_empty[slot], kOfWarpgroup);
   }
   for (int slot = 0; slot < T::kTileSlots; ++slot) {
     mbarrier_init(&shared.tile_full[slot], 1);
     // Producer and tail warp too, and the turn warp's lanes where they run.
-    mbarrier_init(&shared.tile_empty[slot], 2 + (deterministic ? T::kTurnChains : 0) + kWarps);
+    mbarrier_init(&shared.tile_empty[slot],
+                  2 * kArrivalsPerWarp + (deterministic ? T::kTurnChains : 0) + kOfAll);
   }
   mbarrier_init(&shared.loaded, 1);
   for (int chain = 0; chain < T::kTurnChains; ++chain) {
     for (int slot = 0; slot < T::kTurnSlots; ++slot) {
       mbarrier_init(&shared.turn_come[chain][slot], 1);
-      mbarrier_init(&shared.turn_done[chain][slot], 4);
+      mbarrier_init(&shared.turn_done[chain][slot], kOfWarpgroup);
     }
   }
   mbarrier_init_fence();

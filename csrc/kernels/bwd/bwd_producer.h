@@ -142,11 +142,8 @@ struct BwdProducer {
           load_dout(tile, head, m, count);
         }
       }
-      __syncwarp();
-      if (lane == 0) {
-        mbarrier_arrive(&shared.loaded);
-        mbarrier_arrive(&shared.tile_empty[slot]);
-      }
+      if (lane == 0) mbarrier_arrive(&shared.loaded);
+      warp_arrive(&shared.tile_empty[slot], lane);
     }
   }
 };
@@ -213,8 +210,7 @@ struct BwdTail {
           clear<T::kHeadDimV, T::kBlockM>(shared.dout[stage], valid, &shared.dout_full[stage]);
         }
       }
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(&shared.tile_empty[slot]);
+      warp_arrive(&shared.tile_empty[slot], lane);
     }
   }
 };

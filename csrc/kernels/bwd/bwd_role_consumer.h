@@ -42,10 +42,7 @@ struct BwdRoleConsumer {
   static __device__ __forceinline__ int thread() { return threadIdx.x % 128; }
 
   // Every warp arrives once.
-  __device__ __forceinline__ void say(uint64_t* barrier) {
-    __syncwarp();
-    if (thread() % 32 == 0) mbarrier_arrive(barrier);
-  }
+  __device__ __forceinline__ void say(uint64_t* barrier) { warp_arrive(barrier, thread() % 32); }
 
   __device__ __forceinline__ int kv_stage() const { return ring_slot<T::kKvStages>(tile_count); }
 
