@@ -226,8 +226,11 @@ def flash_attn_fp8_varlen_func(
 
 
 def _fp8_fwd(q, k, v, block, rotate, smooth_k, with_lse, *options) -> tuple[Tensor, Tensor]:
-    _check_block(block or None)  # once more, for a direct call of the operator
+    # Once more, for a direct call of the operator.
+    _check_block(block or None)
     _check_scheme(smooth_k, options[-3])
+    _check_input(q, k, v)
+    checks.qkv(q, k, v, options[0] is not None, options[1] is not None)
     transpose_v = block != 0 and _attends_by_kernel(q, k, v, options)
     operands = quantized.quantize_qkv(
         q, k, v, block, rotate, smooth_k, transpose_v, *options[:4], with_shift=with_lse)

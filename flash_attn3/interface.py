@@ -60,7 +60,7 @@ def _prepare(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, se
     if qv is not None:
         checks.qv_tensor(qv, q, v)
     quantized.check(given, (q_descale, k_descale, v_descale), q, k, v, batch, cu_seqlens_q,
-                    cu_seqlens_k, softcap, qv is not None)
+                    cu_seqlens_k, softcap, qv)
     if env.check_values():
         _check_values(q, k, batch, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                       seqused_q, seqused_k)

@@ -27,9 +27,11 @@ class Quantized(NamedTuple):
     block: int = 0  # rows that share a scale: 64 (q alone), 128; 0: all rows of a KV head
     rotated: bool = False  # q and k: multiplied by a Hadamard matrix along D
     transposed: bool = False  # v: a block is [column][key], in the kernel's order of keys
-    mean: Optional[Tensor] = None  # k: (B, Hk, D) float32, taken off its rows
-    # q: (B, H, S), ragged (H, total), float32: its products with the mean of the k that it was
-    # quantised with, which the LSE needs; None: found from q's own values.
+    # k: (B, Hk, D) float32, taken off its rows. q: the same tensor of the k that it was quantised
+    # with, which says whose shift it has.
+    mean: Optional[Tensor] = None
+    # q: (B, H, S), ragged (H, total), float32: its products with `mean`, which the LSE needs. With
+    # a k of another mean, or None: found from q's own values.
     shift: Optional[Tensor] = None
 
 
@@ -51,6 +53,8 @@ def plain(q: Operand, k: Operand, v: Operand) -> tuple[Tensor, Tensor, Tensor]:
             checks.tensor(f"{name}.data", t.data, (3, 4))
             if t.data.dtype != E4M3:
                 raise TypeError(f"{name}.data has dtype {t.data.dtype}; expected {E4M3}")
+            checks.boolean(f"{name}.rotated", t.rotated)
+            checks.boolean(f"{name}.transposed", t.transposed)
     q, k = (t.data if isinstance(t, Quantized) else t for t in (q, k))
     if not isinstance(v, Quantized):
         return q, k, v
@@ -58,9 +62,19 @@ def plain(q: Operand, k: Operand, v: Operand) -> tuple[Tensor, Tensor, Tensor]:
         return q, k, v.data
     checks.tensor("v.data", v.data, (4,))
     checks.tensor("k", k, (3, 4))
+    heads_kv, dim = k.shape[-2], v.data.shape[2]
+    checks.shape("v.data", v.data, (v.data.shape[0], heads_kv, dim, e4m3.VALUE_BLOCK),
+                 "(blocks, KV heads, Dv, 128), since v.transposed is True")
     # Nothing reads the values of this view.
-    rows = v.data.new_empty(()).expand(tuple(k.shape[:-2]) + (v.data.shape[1], v.data.shape[2]))
+    rows = v.data.new_empty(()).expand(tuple(k.shape[:-2]) + (heads_kv, dim))
     return q, k, rows
+
+
+def _tensors(name: str, t: Operand) -> list[tuple[str, Optional[Tensor]]]:
+    if not isinstance(t, Quantized):
+        return [(name, t)]
+    return [(name, t.data)] + [
+        (f"{name}.{field}", getattr(t, field)) for field in ("scale", "mean", "shift")]
 
 
 def is_e4m3_call(q: Operand, k: Operand, v: Operand) -> bool:
@@ -69,7 +83,7 @@ def is_e4m3_call(q: Operand, k: Operand, v: Operand) -> bool:
 
 def check(given: tuple, descales: tuple, q: Tensor, k: Tensor, v: Tensor, batch: int,
           cu_seqlens_q: Optional[Tensor], cu_seqlens_k: Optional[Tensor], softcap: float,
-          has_qv: bool) -> None:
+          qv: Optional[Tensor]) -> None:
     """Scales and layouts of a call whose plain tensors q, k, v are right."""
     hk = k.shape[-2]
     for name, t, rows, descale, cu in zip(
@@ -81,8 +95,8 @@ def check(given: tuple, descales: tuple, q: Tensor, k: Tensor, v: Tensor, batch:
     if not is_e4m3_call(*given):
         return
     checks.no_gradient_of_e4m3(
-        (("q", q), ("k", k), ("v", given[2].data if isinstance(given[2], Quantized) else v),
-         ("q_descale", descales[0]), ("k_descale", descales[1]), ("v_descale", descales[2])))
+        [pair for name, t in zip("qkv", given) for pair in _tensors(name, t)]
+        + [("qv", qv)] + [(f"{name}_descale", t) for name, t in zip("qkv", descales)])
     on_the_fly = q.dtype != E4M3
     if on_the_fly and descales[0] is not None:
         raise ValueError(
@@ -93,7 +107,7 @@ def check(given: tuple, descales: tuple, q: Tensor, k: Tensor, v: Tensor, batch:
         raise ValueError(
             f"q is {'' if rotated[0] else 'not '}rotated and k is {'' if rotated[1] else 'not '}"
             "rotated; expected both or neither (quantize(..., rotate=...) does both)")
-    if has_qv and (on_the_fly or any(isinstance(t, Quantized) for t in given)):
+    if qv is not None and (on_the_fly or any(isinstance(t, Quantized) for t in given)):
         raise ValueError(
             "qv is given with q, k or v from quantize, or with q that this call quantises; "
             "expected None, or plain e4m3 tensors with descales")
@@ -132,9 +146,9 @@ def _check_one(name: str, t: Quantized, rows: Tensor, descale: Optional[Tensor],
         expected = (heads, blocks) if ragged else (batch, heads, blocks)
         checks.scale(f"{name}.scale", t.scale, expected, rows, "one for each block of a head")
     if t.mean is not None:
-        if name != "k":
-            raise ValueError(f"{name}.mean is given; expected None: k alone has a mean")
-        checks.scale("k.mean", t.mean, (batch, heads_kv, rows.shape[-1]), rows)
+        if name == "v":
+            raise ValueError("v.mean is given; expected None: q and k alone have a mean")
+        checks.scale(f"{name}.mean", t.mean, (batch, heads_kv, rows.shape[-1]), rows)
     if t.shift is not None:
         if name != "q":
             raise ValueError(f"{name}.shift is given; expected None: q alone has a shift")
@@ -143,6 +157,10 @@ def _check_one(name: str, t: Quantized, rows: Tensor, descale: Optional[Tensor],
 
 
 # ---- quantising ----------------------------------------------------------------------------------
+
+
+# Sequences, and heads, that flash_attn3::row_mean takes at most: a grid's second and third size.
+_MEAN_GRID = 65535
 
 
 def quantize_one(x: Tensor, mean: Optional[Tensor], cu_seqlens: Optional[Tensor],
@@ -156,7 +174,8 @@ def quantize_one(x: Tensor, mean: Optional[Tensor], cu_seqlens: Optional[Tensor]
 
 
 def mean_of_rows(x: Tensor, cu_seqlens: Optional[Tensor], seqused: Optional[Tensor]) -> Tensor:
-    if dispatch.quantizes_by_kernel(x):
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if dispatch.quantizes_by_kernel(x) and max(batch, x.shape[-2]) <= _MEAN_GRID:
         return torch.ops.flash_attn3.row_mean(x, cu_seqlens, seqused)
     return e4m3.row_mean(x, cu_seqlens, seqused)
 
@@ -174,7 +193,7 @@ def quantize_qkv(q: Tensor, k: Tensor, v: Tensor, block: int, rotate: bool, smoo
     k8, k_scale = quantize_one(k, mean, cu_seqlens_k, seqused_k, kv_block, rotate, False)
     v8, v_scale = quantize_one(v, None, cu_seqlens_k, seqused_k, kv_block, False, transpose_v)
     return QuantizedQKV(
-        Quantized(q8, q_scale, block, rotate, shift=shift),
+        Quantized(q8, q_scale, block, rotate, mean=None if shift is None else mean, shift=shift),
         Quantized(k8, k_scale, kv_block, rotate, mean=mean),
         Quantized(v8, v_scale, kv_block, transposed=transpose_v))
 
@@ -188,7 +207,7 @@ def _quantized(t: Operand, descale: Optional[Tensor]) -> Quantized:
 
 def _score_shift(q: Operand, q8: Quantized, k: Quantized, cu_seqlens_q) -> Tensor:
     """What smooth_k took off the scores of each row, before the softmax scale."""
-    if q8.shift is not None:
+    if q8.shift is not None and q8.mean is k.mean:
         return q8.shift
     if not isinstance(q, Quantized) and q.dtype != E4M3:
         return e4m3.row_dot(q, k.mean, cu_seqlens_q)

@@ -69,7 +69,8 @@ def find_rows(lead: tuple, cu_seqlens: Optional[Tensor], seqused: Optional[Tenso
 def hadamard(x: Tensor) -> Tensor:
     """x times H along its last dimension, by the largest power of two that divides that: H[i][j] =
     (-1)^popcount(i & j) / sqrt(size), symmetric and orthogonal. q H (k H)^T = q k^T."""
-    size = x.shape[-1] & -x.shape[-1]
+    dim = len(range(x.shape[-1]))  # a number, where torch.compile has a symbol: those have no `&`
+    size = dim & -dim
     stride = 1
     while stride < size:
         a, b = x.unflatten(-1, (-1, 2, stride)).unbind(-2)
@@ -115,7 +116,8 @@ def row_mean(x: Tensor, cu_seqlens: Optional[Tensor], seqused: Optional[Tensor])
 def row_dot(x: Tensor, mean: Tensor, cu_seqlens: Optional[Tensor]) -> Tensor:
     """x . mean of each row and head, shaped like an LSE: (B, H, S) or (H, total). mean: (B, Hk, D).
 
-    In float32 without a matrix product: a rounding to TF32 would show in the LSE.
+    In float32 without a matrix product: a rounding to TF32 would show in the LSE. Infinities
+    saturate as where x is quantised.
     """
     mean = mean.repeat_interleave(x.shape[-2] // mean.shape[1], dim=1)
     if cu_seqlens is None:
@@ -124,7 +126,8 @@ def row_dot(x: Tensor, mean: Tensor, cu_seqlens: Optional[Tensor]) -> Tensor:
         return x.new_zeros(x.shape[-2], x.shape[0], dtype=torch.float32)
     else:
         mean = mean[find_rows((x.shape[0],), cu_seqlens, None, 0, x.device).sequence]
-    return (x.float() * mean).sum(-1).transpose(-1, -2)
+    x = x.float().clamp(-LARGEST_ROTATED, LARGEST_ROTATED)
+    return (x * mean).sum(-1).transpose(-1, -2)
 
 
 def _scale_of(top: Tensor) -> Tensor:

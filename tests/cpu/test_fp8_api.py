@@ -192,7 +192,15 @@ ONES = torch.ones(2, 2)
     (dict(v=PARTS.v._replace(scale=PARTS.v.scale.double())), TypeError, "^v.scale has dtype"),
     (dict(v=PARTS.v._replace(data=e4m3(3, 2, 32, 128), transposed=True)), ValueError, "^v.data"),
     (dict(q=PARTS.q, k=PARTS.k._replace(transposed=True)), ValueError, "^k.transposed"),
-    (dict(q=PARTS.q._replace(mean=ONES), k=PARTS.k), ValueError, "^q.mean"),
+    (dict(q=PARTS.q._replace(mean=ONES), k=PARTS.k), ValueError, "^q.mean has shape"),
+    (dict(v=PARTS.v._replace(mean=ONES)), ValueError, "^v.mean is given"),
+    (dict(v=PARTS.v._replace(shift=ONES)), ValueError, "^v.shift is given"),
+    (dict(q=PARTS.q._replace(rotated="yes"), k=PARTS.k), TypeError, "^q.rotated is 'yes'"),
+    (dict(v=PARTS.v._replace(transposed="no")), TypeError, "^v.transposed is 'no'"),
+    (dict(v=PARTS.v._replace(transposed=True)), ValueError,
+     r"^v.data has shape \(2, 50, 2, 32\); expected \(2, 2, 2, 128\).*v.transposed is True"),
+    (dict(v=Quantized(e4m3(2, 4, 32, 128), transposed=True)), ValueError,
+     r"^v.data has shape \(2, 4, 32, 128\); expected \(2, 2, 32, 128\)"),
     (dict(q=PARTS.q, k=PARTS.k._replace(mean=torch.zeros(2, 2, 32)), softcap=2.0), ValueError,
      "^softcap is 2.0 and k"),
 ])
@@ -219,6 +227,16 @@ def test_other_gradients_that_raise():
         flash_attn_func(Q, K, K, v_descale=ONES.clone().requires_grad_())
     with pytest.raises(NotImplementedError, match="^k requires a gradient.*flash_attn_fp8_func"):
         quantize(q.detach(), q, q.detach())
+    smoothed = quantize(*(half(2, n, h, 32) for n, h in ((40, 4), (50, 2), (50, 2))), smooth_k=True)
+    for name, field in (("q", "scale"), ("k", "scale"), ("k", "mean"), ("q", "shift")):
+        part = getattr(smoothed, name)
+        part = part._replace(**{field: getattr(part, field).clone().requires_grad_()})
+        with pytest.raises(NotImplementedError, match=f"^{name}.{field} .*gradient"):
+            flash_attn_func(*smoothed._replace(**{name: part}))
+    x = e4m3(1, 4, 1, 64)
+    wide = e4m3(1, 4, 1, 256)
+    with pytest.raises(NotImplementedError, match="^qv .*gradient"):
+        flash_attn_func(x, x, wide, qv=wide.clone().requires_grad_())
     cu = torch.tensor([0, 40], dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="^q "):
         flash_attn_varlen_func(q[0], K[0, :40], K[0, :40], cu, cu, 40, 40)

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import flash_attn3
-from flash_attn3 import dispatch, ops, quantize
+from flash_attn3 import dispatch, ops, quantize, quantized
 from flash_attn3.backends import blockwise_forward, e4m3
 
 pytestmark = pytest.mark.cpu
@@ -217,6 +217,26 @@ def test_direct_calls_of_fp8_fwd_are_checked():
     capped = (*rest[:-3], 5.0, *rest[-2:])
     with pytest.raises(ValueError, match="^smooth_k is True and softcap is 5.0"):
         fa3.fp8_fwd(*tensors, 128, False, True, True, *capped)
+    q, k, v = tensors
+    for wrong, error, pattern in (
+            ([t.to(E4M3) for t in tensors], TypeError, "^q has dtype torch.float8_e4m3fn"),
+            ((q, k.half(), v), TypeError, "^k has dtype torch.float16; expected torch.bfloat16"),
+            ((q[0], k, v), ValueError, "^q has 3 dimensions")):
+        with pytest.raises(error, match=pattern):
+            fa3.fp8_fwd(*wrong, 128, False, False, True, *rest)
+
+
+def test_the_mean_of_more_sequences_than_its_grid_has(kernels, monkeypatch):
+    """The mean kernel's grid has 65535 sequences at most: more go to PyTorch."""
+    (q, k, v), _ = inputs("dense")
+    called = []
+    monkeypatch.setattr(fa3, "row_mean", lambda *args: called.append(args) or e4m3.row_mean(*args))
+    want = quantize(q, k, v, smooth_k=True)
+    assert called
+    called.clear()
+    monkeypatch.setattr(quantized, "_MEAN_GRID", 1)
+    got = quantize(q, k, v, smooth_k=True)
+    assert not called and torch.equal(got.k.mean, want.k.mean)
 
 
 def test_backend_of_e4m3_calls(kernels):

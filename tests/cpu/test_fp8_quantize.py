@@ -159,7 +159,8 @@ def test_mean_and_shift(ragged):
         want = (q[rows].double() * mean[b].double().repeat_interleave(2, 0)).sum(-1).T
         got = shift[:, rows] if ragged else shift[b]
         torch.testing.assert_close(got.double(), want, atol=1e-1, rtol=1e-4)
-    assert parts.q.mean is None and parts.k.shift is None
+    assert parts.q.mean is mean and parts.v.mean is None
+    assert parts.k.shift is None and parts.v.shift is None
 
 
 def test_one_scale_a_kv_head():
