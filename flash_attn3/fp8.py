@@ -95,8 +95,9 @@ def quantize(
         transpose_v: write v as the kernel reads it at once, (blocks, Hk, Dv, 128), so that
             attention need not transpose it; None: where the attention kernel runs and block is
             given.
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as to `flash_attn_varlen_func`. The
-            ragged q, k, v are for calls with the same.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as to `flash_attn_varlen_func`, which
+            must get the same: rows past them don't count for a scale, and a transposed v is 0
+            there, which the kernel relies on.
 
     Returns:
         QuantizedQKV: three `Quantized` (data, scale, and how they lie). scale is float32,
