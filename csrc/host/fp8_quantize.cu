@@ -57,13 +57,13 @@ QuantizeArgs fill(const QuantizeParams& in) {
   return args;
 }
 
-template <class Element, int kGroup>
+template <class Element, int kGroup, bool kTurned>
 cudaError_t launch(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) {
   const int threads = larger(32, args.block_rows * kGroup / kQuantizePasses);
   const int bytes = args.transposed != 0
                         ? ValueLayout::kKeys * (quantize_row_bytes(args.head_dim) + args.head_dim)
                         : 0;
-  const auto kernel = quantize_kernel<Element, kGroup>;
+  const auto kernel = quantize_kernel<Element, kGroup, kTurned>;
   cudaError_t error = cudaSuccess;
   if (bytes > 48 * 1024) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -73,14 +73,14 @@ cudaError_t launch(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) 
   return cudaGetLastError();
 }
 
-template <class Element>
+template <class Element, bool kTurned>
 cudaError_t launch_for(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) {
   const int lanes = args.head_dim / 16;
-  if (lanes <= 1) return launch<Element, 1>(args, ctas, stream);
-  if (lanes <= 2) return launch<Element, 2>(args, ctas, stream);
-  if (lanes <= 4) return launch<Element, 4>(args, ctas, stream);
-  if (lanes <= 8) return launch<Element, 8>(args, ctas, stream);
-  return launch<Element, 16>(args, ctas, stream);
+  if (lanes <= 1) return launch<Element, 1, kTurned>(args, ctas, stream);
+  if (lanes <= 2) return launch<Element, 2, kTurned>(args, ctas, stream);
+  if (lanes <= 4) return launch<Element, 4, kTurned>(args, ctas, stream);
+  if (lanes <= 8) return launch<Element, 8, kTurned>(args, ctas, stream);
+  return launch<Element, 16, kTurned>(args, ctas, stream);
 }
 
 // Checked, and the call's device made current for the time of `work`.
@@ -104,9 +104,12 @@ Status quantize(const QuantizeParams& in, cudaStream_t stream) {
   const int64_t ctas =
       int64_t(args.blocks) * args.heads * (in.cu_seqlens != nullptr ? 1 : in.batch);
   if (ctas > 0x7fffffff) return Status::invalid("the tensor has too many blocks.");
-  const cudaError_t error = in.dtype == DType::kBFloat16
-                                ? launch_for<__nv_bfloat16>(args, ctas, stream)
-                                : launch_for<__half>(args, ctas, stream);
+  const bool turned = args.rotate_size != 0 || args.mean != nullptr;
+  const bool bf16 = in.dtype == DType::kBFloat16;
+  const cudaError_t error = turned ? (bf16 ? launch_for<__nv_bfloat16, true>(args, ctas, stream)
+                                           : launch_for<__half, true>(args, ctas, stream))
+                                   : (bf16 ? launch_for<__nv_bfloat16, false>(args, ctas, stream)
+                                           : launch_for<__half, false>(args, ctas, stream));
   return error == cudaSuccess ? Status{} : cuda_status("launching the quantise kernel", error);
 }
 

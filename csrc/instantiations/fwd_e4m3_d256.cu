@@ -1,3 +1,4 @@
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // V with eight columns of ones: 72, 136
 #include "kernels/fp8/fp8_launch.h"
 
 namespace flash_attn3 {

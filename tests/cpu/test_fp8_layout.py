@@ -30,10 +30,9 @@ int main() {
   std::puts("");
   using S = TransposeStep;
   for (int l = 0; l < 32; ++l)
-    std::printf("%d %d %d %d ", S::swaps_keys(l), S::load_key(l), S::store_column(l),
-                S::store_half(l));
+    std::printf("%u %u %d %d %d ", S::selector(l, 0), S::selector(l, 1), S::load_key(l),
+                S::store_column(l), S::store_half(l));
   std::puts("");
-  std::printf("%u %u\n", S::kEvenColumn, S::kOddColumn);
 }
 """
 
@@ -50,7 +49,7 @@ def layout(tmp_path_factory):
     text = subprocess.run([str(folder / "print")], check=True, capture_output=True, text=True)
     rows = [np.array([int(x) for x in line.split()]) for line in text.stdout.splitlines()]
     return {"key": rows[0], "offset": rows[1].reshape(256, KEYS), "score": rows[2].reshape(16, 4),
-            "lane": rows[3].reshape(32, 4), "select": rows[4]}
+            "lane": rows[3].reshape(32, 5)}
 
 
 def swizzle(row, chunk, width):
@@ -103,13 +102,12 @@ def transposed_tile(v, layout):
     """Fp8Transposer::transpose(), both warps."""
     raw, width = raw_tile(v)
     tile = np.zeros(v.shape[1] * KEYS, np.uint8)
-    even, odd = (int(s) for s in layout["select"])
     worst = 0
     for keys in range(0, KEYS, 32):
         for at in range(0, v.shape[1], 16):
             source, target = [], []
             for lane in range(32):
-                _, load_key, store_column, store_half = (int(x) for x in layout["lane"][lane])
+                load_key, store_column, store_half = (int(x) for x in layout["lane"][lane][2:])
                 key = keys + load_key
                 panel, chunk = at // width, at % width // 16
                 source.append(panel * KEYS * width + key * width
@@ -119,11 +117,9 @@ def transposed_tile(v, layout):
             loaded = load_matrix_transposed(raw, source)
             stored = np.zeros_like(loaded)
             for lane in range(32):
-                swaps = layout["lane"][lane][0]
-                a = loaded[2 if swaps else 0, lane], loaded[3 if swaps else 1, lane]
-                b = loaded[0 if swaps else 2, lane], loaded[1 if swaps else 3, lane]
-                for j, pair in enumerate((a, a, b, b)):
-                    stored[j, lane] = permute(*pair, odd if j % 2 else even)
+                for j in range(4):
+                    pair = loaded[j // 2 * 2, lane], loaded[j // 2 * 2 + 1, lane]
+                    stored[j, lane] = permute(*pair, int(layout["lane"][lane][j % 2]))
             worst = max(worst, store_matrix(tile, target, stored))
     return tile, worst
 

@@ -104,3 +104,36 @@ def test_rotation_keeps_scores():
     for dim in (64, 80, 128, 192, 256):
         q, k = torch.randn(2, 7, dim).double()
         assert torch.allclose(hadamard(q) @ hadamard(k).T, q @ k.T)
+
+
+def units(scales):
+    """Fp8Producer::next_value_scale(): carry, weight and unit of one block after the other."""
+    before = None
+    for scale in scales:
+        unit = min(max(scale, 2.0**-40), 2.0**40)
+        yield (1.0 if before is None else before / unit), scale / unit, unit
+        before = unit
+
+
+def test_sums_in_units_of_the_last_scale_are_those_of_scaled_blocks():
+    generator = torch.Generator().manual_seed(4)
+    for spread in (1, 30, 55):
+        scales = (2.0 ** (spread * (2 * torch.rand(64, generator=generator) - 1))).tolist()
+        partial = torch.randn(64, 100, generator=generator)
+        out = torch.zeros(100)
+        for block, (carry, weight, _) in zip(partial, units(scales)):
+            out = out * carry + block * weight
+        *_, (_, _, unit) = units(scales)
+        exact = (partial.double() * torch.tensor(scales, dtype=torch.float64)[:, None]).sum(0)
+        assert relative(out.double() * unit, exact) < 1e-6
+
+
+def test_the_largest_integer_is_the_largest_float_unless_all_are_negative():
+    """row_tops.h: a wrong answer must show as a negative one."""
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn(2000, 4, generator=generator)
+    scores[0], scores[1, 1:] = -math.inf, -math.inf
+    top = scores.view(torch.int32).amax(1).view(torch.float32)
+    right = top == scores.amax(1)
+    assert bool((right | (top.view(torch.int32) < 0)).all())
+    assert bool(right[(scores > 0).any(1)].all())

@@ -15,25 +15,26 @@ from test_pipeline_model import Barrier, Kernel, Ring, tile_lists
 CONFIG = Path(__file__).parents[2] / "csrc" / "kernels" / "fp8" / "fp8_config.h"
 SCHEDULE = re.compile(
     r"Fp8ScheduleOf<(\d+), (\d+)>.*?Fp8Schedule<(\d), (\d), (\d), (\d), (\d),\s*"
-    r"QuerySource::(\w+),\s*OutPath::\w+,\s*Promotion::(\w+)>", re.DOTALL)
+    r"QuerySource::(\w+),\s*OutPath::\w+,\s*Promotion::(\w+)(?:,\s*RowSums::\w+,\s*(\w+))?>",
+    re.DOTALL)
 
 
 def schedules():
-    """(name, consumers, K, raw, V and Q stages, Q in registers, how products are issued)."""
+    """(name, consumers, K, raw, V and Q stages, Q in registers, how products are issued, turns)."""
     for match in SCHEDULE.finditer(CONFIG.read_text()):
-        d, dv, *numbers, source, promotion = match.groups()
+        d, dv, *numbers, source, promotion, turns = match.groups()
         order = {"kChunks": "in turn"}.get(promotion, "both" if int(dv) > 64 else "together")
-        yield (f"{d},{dv}", *map(int, numbers), source == "kRegisters", order)
+        yield (f"{d},{dv}", *map(int, numbers), source == "kRegisters", order, turns != "false")
 
 
 class Fp8Kernel(Kernel):
     TRANSPOSERS = 2
 
     def __init__(self, tiles, consumers, stages, q_stages, q_in_registers, order, ahead=1,
-                 transposes=True):
+                 transposes=True, turns=True):
         k_stages, raw_stages, v_stages = stages
         super().__init__(tiles, consumers, q_stages, q_in_registers, (k_stages, v_stages), ahead)
-        self.transposes, self.order = transposes, order
+        self.transposes, self.order, self.turns = transposes, order, turns
         warps = self.TRANSPOSERS if transposes else 0
         self.tile_empty = [Barrier(1 + warps + consumers) for _ in range(self.slots)]
         self.has_tail = [False] * len(tiles)  # cleared by the transposing warps, on their way
@@ -111,6 +112,9 @@ class Fp8Kernel(Kernel):
             self.done[w].append(number)
             self.tile_empty[slot].arrive()
 
+        def my_turn():
+            return not self.turns or self.turn % self.consumers == w
+
         def pass_turn():
             self.turn += 1
             self.issued[w] += 1
@@ -140,7 +144,7 @@ class Fp8Kernel(Kernel):
                 new_tile = number != current[1]
                 plain = not new_tile and random.random() < 0.5
                 if self.order == "in turn" or (self.order == "both" and not plain):
-                    yield lambda: self.turn % self.consumers == w
+                    yield my_turn
                     yield from read("v", current[1:])
                     release("v")
                     if new_tile:
@@ -155,7 +159,7 @@ class Fp8Kernel(Kernel):
                     if new_tile:
                         yield from take_q(number)
                     yield from read("k", (number, n))
-                    yield lambda: self.turn % self.consumers == w
+                    yield my_turn
                     yield from read("v", current[1:])
                     pass_turn()
                     if not plain:
@@ -180,12 +184,12 @@ def test_the_schedules_were_found():
 @pytest.mark.parametrize("transposes", [True, False])
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_every_tile_is_computed_once_whatever_the_order(schedule, transposes, ahead):
-    _, consumers, k, raw, v, q, in_registers, order = schedule
+    _, consumers, k, raw, v, q, in_registers, order, turns = schedule
     for number, tiles in enumerate(tile_lists()):
         for seed in range(2):
             random.seed(1000 * number + seed)
             kernel = Fp8Kernel(tiles, consumers, (k, raw, v), q, in_registers, order, ahead,
-                               transposes)
+                               transposes, turns)
             assert kernel.run(), f"deadlock with tiles {tiles}, seed {seed}"
             assert kernel.done == [list(range(len(tiles)))] * consumers
             assert len(set(kernel.issued)) == 1

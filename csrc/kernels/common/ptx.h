@@ -56,7 +56,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_bytes(uint64_t* barrier, 
 
 // Returns once the phase with this parity has completed. The loop also keeps the assembler from
 // moving a wgmma wait that follows above the arithmetic that precedes.
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ void mbarrier_wait_at(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -65,9 +65,13 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
       "@done bra DONE;\n"
       "bra WAIT;\n"
       "DONE:\n"
-      "}\n" ::"r"(shared_address(barrier)),
+      "}\n" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  mbarrier_wait_at(shared_address(barrier), parity);
 }
 
 // Whether that phase has completed, without waiting.

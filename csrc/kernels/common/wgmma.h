@@ -89,6 +89,8 @@ FLASH_ATTN3_WGMMA(128)
 FLASH_ATTN3_WGMMA(192)
 FLASH_ATTN3_WGMMA(256)
 #if defined(CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
+FLASH_ATTN3_WGMMA(72)
+FLASH_ATTN3_WGMMA(136)
 FLASH_ATTN3_WGMMA(80)
 FLASH_ATTN3_WGMMA(112)
 FLASH_ATTN3_WGMMA(144)
@@ -110,15 +112,13 @@ __device__ __forceinline__ void wgmma_rs(const uint32_t* a, uint64_t b, float* d
 }
 }  // namespace detail
 
-// S[64 x N] = A[64 x K] B[N x K]^T, both from shared memory. Issues only; rows_a is the height of
-// A's panels.
+// S[64 x N] = A[64 x K] B[N x K]^T, both from shared memory, given by the low words of their
+// descriptors. Issues only; rows_a is the height of A's panels.
 template <class Element, int N, int K>
-__device__ __forceinline__ void issue_qk_shared(uint32_t a_address, int rows_a, uint32_t b_address,
-                                                float (&s)[N / 2]) {
+__device__ __forceinline__ void issue_qk_shared_at(uint32_t a, int rows_a, uint32_t b,
+                                                   float (&s)[N / 2]) {
   using P = Panel<K, sizeof(Element)>;
   using Op = typename WgmmaOp<Element, N, gmma::Major::K>::Shared;
-  const uint32_t a = k_major_low(a_address);
-  const uint32_t b = k_major_low(b_address);
 #pragma unroll
   for (int k = 0; k < P::kRowBytes / 32; ++k) {
     const int panel = k / (P::kBytes / 32);
@@ -130,13 +130,18 @@ __device__ __forceinline__ void issue_qk_shared(uint32_t a_address, int rows_a, 
   }
 }
 
+template <class Element, int N, int K>
+__device__ __forceinline__ void issue_qk_shared(uint32_t a_address, int rows_a, uint32_t b_address,
+                                                float (&s)[N / 2]) {
+  issue_qk_shared_at<Element, N, K>(k_major_low(a_address), rows_a, k_major_low(b_address), s);
+}
+
 // The same with A's fragments in registers: a[4 * k .. 4 * k + 3] for the k-th 32 bytes.
 template <class Element, int N, int K>
-__device__ __forceinline__ void issue_qk_register(const uint32_t (&a)[K * sizeof(Element) / 8],
-                                                  uint32_t b_address, float (&s)[N / 2]) {
+__device__ __forceinline__ void issue_qk_register_at(const uint32_t (&a)[K * sizeof(Element) / 8],
+                                                     uint32_t b, float (&s)[N / 2]) {
   using P = Panel<K, sizeof(Element)>;
   using Op = typename WgmmaOp<Element, N, gmma::Major::K>::Register;
-  const uint32_t b = k_major_low(b_address);
 #pragma unroll
   for (int k = 0; k < P::kRowBytes / 32; ++k) {
     const int panel = k / (P::kBytes / 32);
@@ -145,6 +150,12 @@ __device__ __forceinline__ void issue_qk_register(const uint32_t (&a)[K * sizeof
                          k == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
                          std::make_index_sequence<N / 2>{});
   }
+}
+
+template <class Element, int N, int K>
+__device__ __forceinline__ void issue_qk_register(const uint32_t (&a)[K * sizeof(Element) / 8],
+                                                  uint32_t b_address, float (&s)[N / 2]) {
+  issue_qk_register_at<Element, N, K>(a, k_major_low(b_address), s);
 }
 
 // O[64 x Dv] (+)= P[64 x K] V[K x Dv], P's fragments in registers, V row-major in shared memory.

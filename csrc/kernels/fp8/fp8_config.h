@@ -6,14 +6,14 @@
 namespace flash_attn3 {
 
 // Consumers, stages of K, of V as it lies in memory, of V transposed, of Q, where Q lies, how O
-// leaves, where P V is summed.
+// leaves, where P V is summed; then who adds up P, and whether consumers take turns.
 template <int kHeadDim, int kHeadDimV>
 struct Fp8ScheduleOf;
 
 template <>
 struct Fp8ScheduleOf<64, 64> {
   using Type =
-      Fp8Schedule<2, 4, 3, 4, 2, QuerySource::kRegisters, OutPath::kStaged, Promotion::kWhole>;
+      Fp8Schedule<3, 4, 3, 4, 2, QuerySource::kRegisters, OutPath::kStaged, Promotion::kChunks>;
 };
 template <>
 struct Fp8ScheduleOf<128, 128> {
@@ -27,8 +27,8 @@ struct Fp8ScheduleOf<192, 128> {
 };
 template <>
 struct Fp8ScheduleOf<256, 256> {
-  using Type =
-      Fp8Schedule<2, 2, 2, 2, 1, QuerySource::kShared, OutPath::kDirect, Promotion::kChunks>;
+  using Type = Fp8Schedule<2, 2, 2, 2, 1, QuerySource::kShared, OutPath::kDirect,
+                           Promotion::kChunks, RowSums::kExact, false>;
 };
 
 }  // namespace flash_attn3

@@ -6,13 +6,14 @@
 // as they are, as in the forward; a packed probability of 2^8 or more moves them, and P is scaled
 // and packed again.
 //
-// Sums: the tensor unit's are those of one block; they are added to O in fp32, multiplied by the
-// block's scale of V. Scales of Q and K go with the scores' scale.
+// Sums: the tensor unit's are those of one block; they are added to O in fp32, which is kept in
+// units of the newest block's scale of V. Scales of Q and K go with the scores' scale.
 #pragma once
 
 #include "kernels/fp8/fp8_params.h"
 #include "kernels/fp8/fp8_probabilities.h"
 #include "kernels/fp8/fp8_traits.h"
+#include "kernels/fp8/row_tops.h"
 #include "kernels/fwd/fwd_consumer.h"
 
 namespace flash_attn3 {
@@ -22,7 +23,6 @@ struct Fp8Consumer : FwdConsumer<T> {
   using Base = FwdConsumer<T>;
   using Base::adjust_scores;
   using Base::epilogue;
-  using Base::finish_rows;
   using Base::finish_tile;
   using Base::issue_qk;
   using Base::k_ring;
@@ -31,20 +31,34 @@ struct Fp8Consumer : FwdConsumer<T> {
   using Base::kScores;
   using Base::newest;
   using Base::pass_turn;
+  using Base::q_ring;
   using Base::release_k;
   using Base::release_v;
-  using Base::scale_rows;
   using Base::shared;
   using Base::take_turn;
   using Base::v_ring;
   using Base::warpgroup;
+  using typename Base::Element;
 
-  static constexpr int kEarly = kScores / 2;
   static constexpr int kTop = T::kExactTop ? kExactTopExponent : kTopExponent;
+  // Three consumers lack the registers for what follows quick_tops() when a row is negative.
+  static constexpr bool kQuickTops = T::kConsumers == 2;
+  // Of row sums, behind the last columns of O: two columns of both rows, all of them the same.
+  static constexpr int kSums = T::kTensorSums ? 4 : 0;
   // Sums that the tensor unit adds to. With chunks they are the registers of scores.
-  static constexpr int kPartial = T::kInChunks ? 1 : kOutputs;
+  static constexpr int kPartial = T::kInChunks ? 1 : kOutputs + kSums;
+  static constexpr int kScratch = T::kInChunks ? kScores + kSums : kScores;
 
   const Fp8KernelParams& fp8;
+
+  // Of the next block, worked out while the exponential unit is busy (aim()): what stands between
+  // one softmax and the next product is time in which nothing else runs.
+  struct Aim {
+    uint32_t k_full;  // address
+    uint32_t parity;
+    uint32_t k;  // low words of descriptors
+    uint32_t q;
+  };
 
   // What one block leaves to the next.
   struct Stream {
@@ -52,8 +66,10 @@ struct Fp8Consumer : FwdConsumer<T> {
     uint32_t p[kScores / 4];  // probabilities of `current`
     float o[kOutputs];        // all blocks of its tile before it
     float partial[kPartial];  // P V of one block
+    float factor[2];          // of O, when P V of `current` is added
     SoftmaxRows rows;
     StreamBlock current;
+    Aim aim;
   };
 
   // What the scores of `newest` are to be multiplied by, beside what the call asks for. Scales are
@@ -65,69 +81,148 @@ struct Fp8Consumer : FwdConsumer<T> {
   template <bool kPlain>
   __device__ __forceinline__ float take_block(Stream& t) {
     if (!kPlain && newest.first()) Base::take_q(t.q);
-    mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
+    if constexpr (kPlain) {
+      mbarrier_wait_at(t.aim.k_full, t.aim.parity);
+    } else {
+      mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
+    }
     return block_scale();
+  }
+
+  __device__ __forceinline__ void aim(Stream& t) {
+    t.aim.k_full = shared_address(&shared.k_full[k_ring.slot()]);
+    t.aim.parity = k_ring.parity();
+    t.aim.k = k_major_low(shared_address(shared.k[k_ring.slot()]));
+    asm volatile("" : "+r"(t.aim.k_full), "+r"(t.aim.parity), "+r"(t.aim.k));
+    if constexpr (!T::kQueryInRegisters) {
+      t.aim.q = k_major_low(shared_address(shared.q[q_ring.slot()][warpgroup]));
+      asm volatile("" : "+r"(t.aim.q));
+    }
+  }
+
+  // Of a plain block, which aim() was for.
+  __device__ __forceinline__ void issue_aimed(Stream& t, float (&s)[kScores]) {
+    pin_registers(s);
+    wgmma_fence();
+    if constexpr (T::kQueryInRegisters) {
+      issue_qk_register_at<Element, T::kBlockN, T::kHeadDim>(t.q, t.aim.k, s);
+    } else {
+      issue_qk_shared_at<Element, T::kBlockN, T::kHeadDim>(t.aim.q, T::kRowsPerConsumer, t.aim.k,
+                                                           s);
+    }
+    wgmma_commit();
   }
 
   // O of a new tile.
   __device__ __forceinline__ static void clear_out(Stream& t) {
+    t.factor[0] = t.factor[1] = 1.0f;
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) t.o[i] = 0.0f;
   }
 
   // --- O += P V of `current` --------------------------------------------------------------------
+  //
+  // O is kept relative to the reference and to the scale of V of the block that was added last: the
+  // one multiplication of an addition serves both when they move.
+
+  __device__ __forceinline__ static float (&scores_of(float (&scratch)[kScratch]))
+      [kScores] { return reinterpret_cast<float (&)[kScores]>(scratch); }
 
   __device__ __forceinline__ void issue_whole(Stream& t) {
     mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
     pin_registers(t.partial);
     wgmma_fence();
-    issue_pv_transposed<T::kHeadDimV, T::kBlockN>(t.p, shared_address(shared.v[v_ring.slot()]),
-                                                  t.partial, false);
+    issue_pv_transposed<T::kHeadDimV + 2 * kSums, T::kBlockN>(
+        t.p, shared_address(shared.v[v_ring.slot()]), t.partial, false);
     wgmma_commit();
   }
 
-  // The sums are complete.
-  __device__ __forceinline__ void settle_whole(Stream& t) {
-    pin_registers(t.partial);
-    pin_registers(t.p);
-    const float value_scale = shared.v_scale[v_ring.slot()];
-    release_v();
-#pragma unroll
-    for (int i = 0; i < kPartial; ++i) t.o[i] = fmaf(t.partial[i], value_scale, t.o[i]);
+  // Of a block whose scale of V is no unit of O: rare, and then it waits for the sums by itself.
+  __device__ __forceinline__ void weigh_partial(Stream& t) {
+    if (value_weight() != 1.0f) {
+      wgmma_wait<0>();
+      pin_registers(t.partial);
+      scale_by(t.partial, value_weight());
+    }
   }
 
-  // By the registers of scores, which hold so many columns at a time.
+  // Waits for the sums, and adds them. They must have been weighed.
+  __device__ __forceinline__ void settle_whole(Stream& t) {
+    wgmma_wait<0>();
+    pin_registers(t.partial);
+    pin_registers(t.p);
+    add_sums(t, t.partial + kOutputs);
+    take_carry(t);
+    add_outputs<0, kOutputs>(t, t.partial);
+  }
+
+  // To what O is now relative to, from what it was relative to.
+  __device__ __forceinline__ void take_carry(Stream& t) {
+    const float carry = shared.v_scale[v_ring.slot()].carry;
+    t.factor[0] *= carry;
+    t.factor[1] *= carry;
+  }
+
+  // What P V is to be multiplied by: 1 unless the scale is far from all that O may be relative to.
+  __device__ __forceinline__ float value_weight() { return shared.v_scale[v_ring.slot()].weight; }
+
+  // Of the last block that was added, until its V is released.
+  __device__ __forceinline__ float value_unit() { return shared.v_scale[v_ring.slot()].unit; }
+
+  template <int kSize>
+  __device__ __forceinline__ static void scale_by(float (&x)[kSize], float factor) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) x[i] *= factor;
+  }
+
+  __device__ __forceinline__ static void add_sums(Stream& t, const float* sums) {
+    if constexpr (T::kTensorSums) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) t.rows.sum[h] = fmaf(t.rows.sum[h], t.factor[h], sums[2 * h]);
+    }
+  }
+
+  template <int kBegin, int kCount>
+  __device__ __forceinline__ static void add_outputs(Stream& t, const float* partial) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      t.o[kBegin + i] = fmaf(t.o[kBegin + i], t.factor[i / 2 % 2], partial[i]);
+    }
+  }
+
+  // By the registers of scores, which hold so many columns at a time: the last columns first,
+  // beside which the row sums are.
   static constexpr int kChunkColumns = 2 * kScores < T::kHeadDimV ? 2 * kScores : T::kHeadDimV;
 
   template <int kColumn>
-  __device__ __forceinline__ void add_columns(Stream& t, float (&s)[kScores]) {
+  __device__ __forceinline__ void add_columns(Stream& t, float (&s)[kScratch]) {
+    constexpr bool kFirst = kColumn + kChunkColumns == T::kHeadDimV;
     pin_registers(s);
     wgmma_fence();
-    issue_pv_transposed<kChunkColumns, T::kBlockN>(
+    issue_pv_transposed<kChunkColumns + (kFirst ? 2 * kSums : 0), T::kBlockN>(
         t.p, shared_address(shared.v[v_ring.slot()]) + kColumn * T::kBlockN, s, false);
     wgmma_commit();
     wgmma_wait<0>();
     pin_registers(s);
-    const float value_scale = shared.v_scale[v_ring.slot()];
-#pragma unroll
-    for (int i = 0; i < kChunkColumns / 2; ++i) {
-      t.o[kColumn / 2 + i] = fmaf(s[i], value_scale, t.o[kColumn / 2 + i]);
+    if constexpr (kFirst) {
+      add_sums(t, s + kChunkColumns / 2);
+      take_carry(t);
     }
-    if constexpr (kColumn + kChunkColumns < T::kHeadDimV) {
-      add_columns<kColumn + kChunkColumns>(t, s);
-    }
+    if (value_weight() != 1.0f) [[unlikely]]
+      scale_by(s, value_weight());
+    add_outputs<kColumn / 2, kChunkColumns / 2>(t, s);
+    if constexpr (kColumn > 0) add_columns<kColumn - kChunkColumns>(t, s);
   }
 
   // All of it, before anything else is issued.
-  __device__ __forceinline__ void add_current(Stream& t, float (&s)[kScores]) {
+  __device__ __forceinline__ void add_current(Stream& t, float (&s)[kScratch]) {
     if constexpr (T::kInChunks) {
       mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
-      add_columns<0>(t, s);
+      add_columns<T::kHeadDimV - kChunkColumns>(t, s);
       pin_registers(t.p);
-      release_v();
     } else {
       issue_whole(t);
-      wgmma_wait<0>();
+      weigh_partial(t);
       settle_whole(t);
     }
   }
@@ -143,10 +238,31 @@ struct Fp8Consumer : FwdConsumer<T> {
     return fp8.scale_log2;
   }
 
-  __device__ __forceinline__ static bool move_references(SoftmaxRows& rows,
-                                                         const float (&s)[kScores], float scale,
-                                                         float (&factor)[2]) {
-    return rows.template move_references<kTop, 0>(s, scale, factor);
+  // The rows' maxima become the references; `factor` is what O and the sums are to be multiplied by
+  // for it. No vote: most blocks of a short sequence move some row of a warp, and two rows'
+  // shuffles side by side take no longer than a branch.
+  __device__ __forceinline__ static void move_references(SoftmaxRows& rows, const float (&top)[2],
+                                                         float scale, float (&factor)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float next = fmaxf(rows.reference[h], fmaf(top[h], scale, -float(kTop)));
+      factor[h] = exp2_approx(rows.reference[h] - next);
+      rows.reference[h] = next;
+      if constexpr (!T::kTensorSums) rows.sum[h] *= factor[h];
+    }
+  }
+
+  // All scores to probabilities; their sums, unless the tensor unit makes them.
+  __device__ __forceinline__ static void exponentiate(SoftmaxRows& rows, float (&s)[kScores],
+                                                      float scale) {
+    if constexpr (T::kTensorSums) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        s[i] = exp2_approx(fmaf(s[i], scale, -rows.reference[i / 2 % 2]));
+      }
+    } else {
+      rows.template exponentiate<0, kScores>(s, scale, rows.sum);
+    }
   }
 
   // Probabilities of a plain block are packed. Where one came out too large, the reference of its
@@ -165,12 +281,13 @@ struct Fp8Consumer : FwdConsumer<T> {
           const bool moves = top[h] > kTop;  // not where it is NaN
           factor[h] = moves ? kTop * reciprocal_approx(top[h]) : 1.0f;
           t.rows.reference[h] += moves ? __log2f(top[h]) - float(kTopExponent) : 0.0f;
-          t.rows.sum[h] *= factor[h];
+          if constexpr (!T::kTensorSums) t.rows.sum[h] *= factor[h];
         }
         scale_scores(s, factor);
       }
       pack_probabilities_e4m3(s, t.p);
-      scale_rows(t.o, factor);
+      t.factor[0] = factor[0];
+      t.factor[1] = factor[1];
     }
     release_k(false);
   }
@@ -187,12 +304,16 @@ struct Fp8Consumer : FwdConsumer<T> {
                                                 const float (&top)[2], float (&factor)[2]) {
     recompute_scores(t.q, s);
     fence_shared_to_async_proxy();  // K and Q read before the copy engine writes there again
-    if (!move_references(t.rows, s, scale, factor)) factor[0] = factor[1] = 1.0f;
-    float part[2] = {0.0f, 0.0f};
-    t.rows.template exponentiate<0, kScores>(s, scale, part);
+    float largest[2];
+    tops_of_rows(s, largest);
+    move_references(t.rows, largest, scale, factor);
+    SoftmaxRows fresh{{t.rows.reference[0], t.rows.reference[1]}, {0.0f, 0.0f}};
+    exponentiate(fresh, s, scale);
+    if constexpr (!T::kTensorSums) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (top[h] == -kMinusInfinity) t.rows.sum[h] = part[h];
+      for (int h = 0; h < 2; ++h) {
+        if (top[h] == -kMinusInfinity) t.rows.sum[h] = fresh.sum[h];
+      }
     }
   }
 
@@ -258,28 +379,31 @@ struct Fp8Consumer : FwdConsumer<T> {
     }
   }
 
-  // As in the forward: Q K^T of `newest` and P V of `current` are issued together, and the softmax
-  // of `newest` runs under P V.
+  // As in the forward, Q K^T of `newest` and P V of `current` are issued together. P V is so short
+  // that it is done when the maximum is: from there on one stretch of code without a wait or a
+  // branch exponentiates, adds P V to O and packs P, so that the exponential unit, which takes one
+  // in eight cycles, never waits and all else happens meanwhile.
   template <bool kPlain>
   __device__ __forceinline__ void step_overlapped(Stream& t) {
-    constexpr bool kMoves = !kPlain || T::kExactTop;
     float s[kScores];
     float scale = take_block<kPlain>(t);
     take_turn();
-    issue_qk(t.q, s);
+    if constexpr (kPlain) {
+      issue_aimed(t, s);
+    } else {
+      issue_qk(t.q, s);
+    }
     issue_whole(t);
     pass_turn();
-    float factor[2];  // what O is to be multiplied by
+    EndOfTile end;
     const bool new_tile = !kPlain && newest.first();
-    bool moved = false;
     if constexpr (!kPlain) {
-      if (new_tile) {
-        finish_rows(t.current, t.rows, factor);
-        t.rows.reset();
-      }
+      if (new_tile) begin_end(t, end);
     }
     wgmma_wait<1>();
     pin_registers(s);
+    constexpr bool kMoves = !kPlain || T::kExactTop;
+    float factor[2] = {1.0f, 1.0f};
     if constexpr (kMoves) release_k(!kPlain && newest.last());
     if constexpr (kPlain) {
       scale *= fp8.scale_log2;
@@ -287,36 +411,34 @@ struct Fp8Consumer : FwdConsumer<T> {
       scale = exponent_scale(scale, s);
       adjust_scores(newest, s);
     }
-    if constexpr (kMoves) {
-      float rescale[2];
-      moved = move_references(t.rows, s, scale, rescale);
-      if (!new_tile) {
-        factor[0] = rescale[0];
-        factor[1] = rescale[1];
-      }
+    float top[2];
+    bool rare = value_weight() != 1.0f;
+    if constexpr (kPlain && kMoves && kQuickTops) {
+      quick_tops(s, top);
+      rare |= any_negative(top);
+    } else if constexpr (kMoves) {
+      tops_of_rows(s, top);
     }
-    t.rows.template exponentiate<0, kEarly>(s, scale, t.rows.sum);
-    // P V stays under these exponentials only if nothing moves its wait above them, nor them below
-    // it: the assembler is kept by a branch, a second look at a barrier that is long complete, and
-    // that looks as if it depended on their sums.
-    pin_registers(s);
-    pin_registers(t.rows.sum);
-    const bool never = fminf(t.rows.sum[0], t.rows.sum[1]) < 0.0f;
-    mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity() ^ uint32_t(never));
-    wgmma_wait<0>();
+    // The assembler moves the wait for P V above all that stands before it, but not over a branch.
+    if (__any_sync(0xffffffffu, rare)) [[unlikely]] {
+      if constexpr (kPlain && kMoves && kQuickTops) tops_of_rows(s, top);
+      weigh_partial(t);
+    }
+    if constexpr (kMoves) move_references(t.rows, top, scale, factor);
     settle_whole(t);
     if constexpr (!kPlain) {
       if (new_tile) {
-        finish_tile(t.current, factor, t.o);
+        finish_end(t, end);
         clear_out(t);
       }
     }
-    if constexpr (kMoves) {
-      if (!new_tile && moved) scale_rows(t.o, factor);
-    }
-    t.rows.template exponentiate<kEarly, kScores>(s, scale, t.rows.sum);
+    release_v();
+    t.factor[0] = factor[0];
+    t.factor[1] = factor[1];
+    exponentiate(t.rows, s, scale);
     pack_probabilities_e4m3(s, t.p);
     if constexpr (!kMoves) check_plain(t, s, scale);
+    aim(t);
     t.current = newest;
   }
 
@@ -325,17 +447,22 @@ struct Fp8Consumer : FwdConsumer<T> {
   template <bool kPlain>
   __device__ __forceinline__ void step_in_turn(Stream& t) {
     constexpr bool kMoves = !kPlain || T::kExactTop;
-    float s[kScores];
+    float scratch[kScratch];
+    float (&s)[kScores] = scores_of(scratch);
     take_turn();
-    add_current(t, s);
+    add_current(t, scratch);
+    const float unit = kPlain ? 1.0f : value_unit();
+    release_v();
     float scale = take_block<kPlain>(t);
-    issue_qk(t.q, s);
+    if constexpr (kPlain) {
+      issue_aimed(t, s);
+    } else {
+      issue_qk(t.q, s);
+    }
     pass_turn();
-    float factor[2];
     if constexpr (!kPlain) {
       if (newest.first()) {
-        finish_rows(t.current, t.rows, factor);
-        finish_tile(t.current, factor, t.o);
+        finish(t, t.rows.reference, unit);
         t.rows.reset();
         clear_out(t);
       }
@@ -349,19 +476,69 @@ struct Fp8Consumer : FwdConsumer<T> {
       scale = exponent_scale(scale, s);
       adjust_scores(newest, s);
     }
+    t.factor[0] = t.factor[1] = 1.0f;
     if constexpr (kMoves) {
-      if (move_references(t.rows, s, scale, factor)) scale_rows(t.o, factor);
+      float top[2];
+      if constexpr (kPlain && kQuickTops) {
+        quick_tops(s, top);
+        if (__any_sync(0xffffffffu, any_negative(top))) [[unlikely]]
+          tops_of_rows(s, top);
+      } else {
+        tops_of_rows(s, top);
+      }
+      move_references(t.rows, top, scale, t.factor);
     }
-    t.rows.template exponentiate<0, kEarly>(s, scale, t.rows.sum);
-    t.rows.template exponentiate<kEarly, kScores>(s, scale, t.rows.sum);
+    exponentiate(t.rows, s, scale);
     pack_probabilities_e4m3(s, t.p);
     if constexpr (!kMoves) check_plain(t, s, scale);
+    aim(t);
     t.current = newest;
+  }
+
+  // --- the end of a tile ------------------------------------------------------------------------
+
+  // What a step that is at the next tile already keeps of the rows of the one before.
+  struct EndOfTile {
+    float inverse[2];
+  };
+
+  // Exact sums are complete before P V is: the LSE is stored under Q K^T.
+  __device__ __forceinline__ void begin_end(Stream& t, EndOfTile& end) {
+    if constexpr (T::kTensorSums) {
+      end.inverse[0] = t.rows.reference[0];
+      end.inverse[1] = t.rows.reference[1];
+      t.rows.reference[0] = t.rows.reference[1] = kNoReference;
+    } else {
+      Base::finish_rows(t.current, t.rows, end.inverse);
+      t.rows.reset();
+    }
+  }
+
+  __device__ __forceinline__ void finish_end(Stream& t, EndOfTile& end) {
+    const float unit = value_unit();
+    if constexpr (T::kTensorSums) {
+      finish(t, end.inverse, unit);
+      t.rows.sum[0] = t.rows.sum[1] = 0.0f;
+    } else {
+      end.inverse[0] *= unit;
+      end.inverse[1] *= unit;
+      finish_tile(t.current, end.inverse, t.o);
+    }
+  }
+
+  // LSE and O of the tile of `current`, all of whose blocks are in O.
+  __device__ __forceinline__ void finish(Stream& t, const float (&reference)[2], float unit) {
+    SoftmaxRows rows{{reference[0], reference[1]}, {t.rows.sum[0], t.rows.sum[1]}};
+    if constexpr (!T::kTensorSums) rows.finish();
+    float inverse[2];
+    epilogue.store_lse(shared.tiles[t.current.slot()], rows, inverse);
+    inverse[0] *= unit;
+    inverse[1] *= unit;
+    finish_tile(t.current, inverse, t.o);
   }
 
   __device__ __forceinline__ void first_block(Stream& t) {
     float s[kScores];
-    float rescale[2];
     const float scale_of_block = take_block<false>(t);
     issue_qk(t.q, s);
     wgmma_wait<0>();
@@ -371,21 +548,22 @@ struct Fp8Consumer : FwdConsumer<T> {
     clear_out(t);
     const float scale = exponent_scale(scale_of_block, s);
     adjust_scores(newest, s);
-    move_references(t.rows, s, scale, rescale);
-    // In step()'s order of additions: results do not depend on which tile a CTA starts with.
-    t.rows.template exponentiate<0, kEarly>(s, scale, t.rows.sum);
-    t.rows.template exponentiate<kEarly, kScores>(s, scale, t.rows.sum);
+    float top[2];
+    tops_of_rows(s, top);
+    move_references(t.rows, top, scale, t.factor);
+    exponentiate(t.rows, s, scale);
     pack_probabilities_e4m3(s, t.p);
+    aim(t);
     t.current = newest;
   }
 
   // P V of the last block of all.
   __device__ __forceinline__ void last_block(Stream& t) {
-    float s[kScores];
-    float factor[2];
-    add_current(t, s);
-    finish_rows(t.current, t.rows, factor);
-    finish_tile(t.current, factor, t.o);
+    float scratch[kScratch];
+    add_current(t, scratch);
+    const float unit = value_unit();
+    release_v();
+    finish(t, t.rows.reference, unit);
   }
 
   __device__ __forceinline__ void run() { Base::run(*this); }

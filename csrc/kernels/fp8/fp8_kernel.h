@@ -31,6 +31,15 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     mbarrier_init_fence();
     prefetch_tensor_maps<T>(params);
   }
+  if constexpr (T::kTensorSums) {
+    constexpr int kWords = T::kOnesBytes / 16;
+    constexpr uint32_t kOnes = 0x38383838u;
+    for (int i = threadIdx.x; i < T::kValueStages * kWords; i += T::kThreads) {
+      reinterpret_cast<uint4*>(shared.v[i / kWords] + T::kValueBytes)[i % kWords] =
+          make_uint4(kOnes, kOnes, kOnes, kOnes);
+    }
+    fence_shared_to_async_proxy();
+  }
   __syncthreads();
 
   if (warp < 4) {

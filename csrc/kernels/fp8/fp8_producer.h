@@ -12,6 +12,7 @@ struct Fp8Producer : ProducerLoop<T, Fp8Producer<T>> {
   // Scales of 32 blocks, one a lane, from the block of the last reading downwards.
   float k_scales = 1.0f;
   float v_scales = 1.0f;
+  float value_unit = 1.0f;  // of the block before
 
   __device__ __forceinline__ int sequence_of_tile() const {
     return this->shared.scales[this->tile_ring.slot()].sequence;
@@ -38,8 +39,19 @@ struct Fp8Producer : ProducerLoop<T, Fp8Producer<T>> {
     if (this->lane == 0) this->shared.k_scale[this->k_ring.slot()] = scale;
   }
 
-  __device__ __forceinline__ void load_v(const TileInfo& tile, int n) {
+  // Units between 2^-40 and 2^40 leave O's sums far from both ends of fp32.
+  __device__ __forceinline__ ValueScale next_value_scale(const TileInfo& tile, int n) {
+    constexpr float kSmallestUnit = 9.094947e-13f, kLargestUnit = 1.0995116e12f;
     const float scale = next_scale(this->params.v_scale, tile, n, v_scales);
+    const float before = value_unit;
+    value_unit = fminf(fmaxf(scale, kSmallestUnit), kLargestUnit);
+    const bool same = n == tile.n_end - 1 || before == value_unit;
+    return {same ? 1.0f : __fdividef(before, value_unit),
+            scale == value_unit ? 1.0f : __fdividef(scale, value_unit), value_unit};
+  }
+
+  __device__ __forceinline__ void load_v(const TileInfo& tile, int n) {
+    const ValueScale scale = next_value_scale(tile, n);
     if constexpr (T::kTransposes) {
       const int stage = raw_ring.slot();
       mbarrier_wait(&this->shared.v_raw_empty[stage], raw_ring.parity() ^ 1);

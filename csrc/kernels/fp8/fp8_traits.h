@@ -22,6 +22,20 @@ enum class RowMaximum {
   kWhenTooOld,  // fewer instructions; rows with a few large probabilities lose accuracy
 };
 
+// Who adds up a row's probabilities.
+enum class RowSums {
+  kExact,   // ordinary additions, before P is rounded
+  kTensor,  // the tensor unit, of rounded P: eight more columns of V hold ones
+};
+
+// The scale of a block of V. O is kept in units: the scale of the block that was added last, as
+// long as that is neither tiny nor huge.
+struct alignas(16) ValueScale {
+  float carry;   // the unit before / this unit; 1 where a tile begins
+  float weight;  // the block's scale / the unit
+  float unit;
+};
+
 // Where V comes from.
 enum class ValueSource {
   kRows,        // [key][column]: two warps transpose each block in shared memory
@@ -31,13 +45,15 @@ enum class ValueSource {
 // What fp8_config.h chooses for a pair of head dims. The KV block is ValueLayout's.
 template <int kConsumers_, int kKeyStages_, int kRawStages_, int kValueStages_, int kQueryStages_,
           QuerySource kQuerySource_, OutPath kOutPath_, Promotion kPromotion_,
-          RowMaximum kMaximum_ = RowMaximum::kEachBlock, bool kTurns_ = true>
+          RowSums kSums_ = RowSums::kExact, bool kTurns_ = true,
+          RowMaximum kMaximum_ = RowMaximum::kEachBlock>
 struct Fp8Schedule : FwdSchedule<kConsumers_, ValueLayout::kKeys, kKeyStages_, kValueStages_,
                                  kQueryStages_, kQuerySource_, kOutPath_, HeldNone> {
   static constexpr int kRawStages = kRawStages_;
   static constexpr bool kTurns = kTurns_;  // consumers issue their products in turn
   static constexpr bool kExactTop = kMaximum_ == RowMaximum::kEachBlock;
   static constexpr bool kInChunks = kPromotion_ == Promotion::kChunks;
+  static constexpr bool kTensorSums = kSums_ == RowSums::kTensor;
 };
 
 struct Fp8KernelParams;
@@ -60,6 +76,7 @@ struct Fp8Traits : Schedule {
   using Schedule::kQueryStages;
   using Schedule::kRawStages;
   using Schedule::kStagedOut;
+  using Schedule::kTensorSums;
   using Schedule::kValueStages;
 
   static constexpr bool kScaled = true;  // Q, K and V have scales
@@ -82,20 +99,22 @@ struct Fp8Traits : Schedule {
 
   // What the CTA has at launch, 168 a thread of three warpgroups or 128 of four, is all there is to
   // hand round: a warpgroup that asks for more waits forever.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters ==
                 (kConsumers == 2 ? 3 * 168 : 4 * 128));
 
   static constexpr int kQueryBytes = kRowsPerConsumer * kHeadDim;
   static constexpr int kKeyBytes = kBlockN * kHeadDim;
   static constexpr int kValueBytes = kBlockN * kHeadDimV;
+  // Ones behind the columns of V, written once.
+  static constexpr int kOnesBytes = kTensorSums ? 8 * kBlockN : 0;
   static constexpr int kOutBytes = kStagedOut ? kRowsPerConsumer * kHeadDimV * 2 : 16;
 
   struct SharedMemory {
     alignas(1024) uint8_t q[kQueryStages][kConsumers][kQueryBytes];
     alignas(1024) uint8_t k[kKeyStages][kKeyBytes];
-    alignas(1024) uint8_t v[kValueStages][kValueBytes];  // transposed
+    alignas(1024) uint8_t v[kValueStages][kValueBytes + kOnesBytes];  // transposed
     alignas(1024) uint8_t v_raw[kTransposes ? kRawStages : 1][kTransposes ? kValueBytes : 16];
     alignas(kStagedOut ? 1024 : 16) uint8_t o[kConsumers][kOutBytes];
 
@@ -112,8 +131,8 @@ struct Fp8Traits : Schedule {
     uint64_t tile_wanted[2];
     // Of the block in the stage; written before the arrival that its full barrier waits for.
     float k_scale[kKeyStages];
-    float v_scale[kValueStages];
-    float v_raw_scale[kRawStages];
+    ValueScale v_scale[kValueStages];
+    ValueScale v_raw_scale[kRawStages];
     alignas(16) TileInfo tiles[kTileSlots];
     TileScales scales[kTileSlots];
     uint32_t nonzero;

@@ -7,18 +7,23 @@
 
 namespace flash_attn3 {
 
-// The values that stmatrix takes, from those that a transposing ldmatrix gave (TransposeStep).
-__device__ __forceinline__ void transpose_bytes(const uint32_t (&in)[4], bool swaps,
+// Which bytes of a pair of registers stmatrix takes first and second (TransposeStep).
+struct TransposeSelectors {
+  uint32_t first, second;
+
+  static __device__ __forceinline__ TransposeSelectors of_lane(int lane) {
+    return {TransposeStep::selector(lane, 0), TransposeStep::selector(lane, 1)};
+  }
+};
+
+// The values that stmatrix takes, from those that a transposing ldmatrix gave.
+__device__ __forceinline__ void transpose_bytes(const uint32_t (&in)[4],
+                                                const TransposeSelectors& select,
                                                 uint32_t (&out)[4]) {
-  using S = TransposeStep;
-  const uint32_t a0 = swaps ? in[2] : in[0];
-  const uint32_t a1 = swaps ? in[3] : in[1];
-  const uint32_t b0 = swaps ? in[0] : in[2];
-  const uint32_t b1 = swaps ? in[1] : in[3];
-  out[0] = __byte_perm(a0, a1, S::kEvenColumn);
-  out[1] = __byte_perm(a0, a1, S::kOddColumn);
-  out[2] = __byte_perm(b0, b1, S::kEvenColumn);
-  out[3] = __byte_perm(b0, b1, S::kOddColumn);
+  out[0] = __byte_perm(in[0], in[1], select.first);
+  out[1] = __byte_perm(in[0], in[1], select.second);
+  out[2] = __byte_perm(in[2], in[3], select.first);
+  out[3] = __byte_perm(in[2], in[3], select.second);
 }
 
 template <class T>
@@ -47,36 +52,39 @@ struct Fp8Transposer {
   }
 
   // Loads that are under way at a time: one by one, their latency would be most of a block's time.
-  // Four spill: this warpgroup has 32 registers.
-  static constexpr int kBatch = 2;
-  static_assert(P::kBytes / TransposeStep::kColumns % kBatch == 0);
+  static constexpr int kAhead = 1;
 
+  // Offsets within a panel are constants, so that a step is a load, four permutations, a store and
+  // one instruction for an address: this warp has 24 registers, and consumers wait for it.
   __device__ __forceinline__ void transpose(uint32_t raw, uint32_t transposed) const {
     using S = TransposeStep;
-    constexpr int kChunksPerPanel = P::kBytes / 16;
-    const bool swaps = S::swaps_keys(lane);
+    constexpr int kChunks = P::kBytes / S::kColumns;
+    const TransposeSelectors select = TransposeSelectors::of_lane(lane);
 #pragma unroll 1
-    for (int keys = part * kKeysPerWarp; keys < (part + 1) * kKeysPerWarp; keys += S::kKeys) {
+    for (int part_keys = 0; part_keys < kKeysPerWarp; part_keys += S::kKeys) {
+      const int keys = part * kKeysPerWarp + part_keys;
       const int key = keys + S::load_key(lane);
-      const uint32_t from = raw + key * P::kBytes;
-      const int slots = keys / 16 + S::store_half(lane);
+      // Chunk c of the row lies at this address ^ 16 c: panels' rows start at multiples of theirs.
+      uint32_t from = raw + key * P::kBytes + P::swizzle(key, 0) * 16;
       // 16 columns further the swizzle of a row is the same.
-      uint32_t to = transposed + ValueLayout::offset(S::store_column(lane), slots * 16);
+      uint32_t to =
+          transposed + ValueLayout::offset(S::store_column(lane), keys + S::store_half(lane) * 16);
 #pragma unroll 1
-      for (int first = 0; first < T::kHeadDimV / S::kColumns; first += kBatch) {
-        // Chunks of a row's batch differ in two bits of the address, whatever the swizzle.
-        const uint32_t source = from + first / kChunksPerPanel * (T::kBlockN * P::kBytes) +
-                                P::swizzle(key, first % kChunksPerPanel) * 16;
-        uint32_t in[kBatch][4];
+      for (int panel = 0; panel < P::kCount; ++panel) {
+        uint32_t in[kChunks][4];
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) load_matrix_x4_transposed(in[i], source ^ (i * 16));
+        for (int c = 0; c < kAhead; ++c) load_matrix_x4_transposed(in[c], from ^ (c * 16));
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
+        for (int c = 0; c < kChunks; ++c) {
+          if (c + kAhead < kChunks) {
+            load_matrix_x4_transposed(in[c + kAhead], from ^ ((c + kAhead) * 16));
+          }
           uint32_t out[4];
-          transpose_bytes(in[i], swaps, out);
-          store_matrix_x4(to + i * S::kColumns * ValueLayout::kRowBytes, out);
+          transpose_bytes(in[c], select, out);
+          store_matrix_x4(to + c * (S::kColumns * ValueLayout::kRowBytes), out);
         }
-        to += kBatch * S::kColumns * ValueLayout::kRowBytes;
+        from += T::kBlockN * P::kBytes;
+        to += kChunks * S::kColumns * ValueLayout::kRowBytes;
       }
     }
   }
@@ -89,8 +97,9 @@ struct Fp8Transposer {
       mbarrier_wait(&shared.tile_full[tile_ring.slot()], tile_ring.parity());
       const TileInfo& tile = shared.tiles[tile_ring.slot()];
       if (tile.head < 0) return;
+      const int end = tile.n_begin;
 #pragma unroll 1
-      for (int n = tile.n_end - 1; n >= tile.n_begin; --n) {
+      for (int n = tile.n_end - 1; n >= end; --n) {
         mbarrier_wait(&shared.v_raw_full[raw_ring.slot()], raw_ring.parity());
         if (has_tail<T::kBlockN>(params, tile, n)) {
           clear_rows(shared.v_raw[raw_ring.slot()], tile.k_len - n * T::kBlockN);

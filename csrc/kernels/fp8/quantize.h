@@ -93,9 +93,9 @@ __device__ __forceinline__ float bounded(float x, float limit) {
   return x > limit ? limit : x < -limit ? -limit : x;
 }
 
-// Of every `size` columns: H[i][j] = (-1)^popcount(i & j) / sqrt(size). Columns 16 l .. 16 l + 15
-// lie in lane l of the row's group.
-__device__ __forceinline__ void hadamard(float (&x)[16], int size, float factor) {
+// Of every `size` columns: H[i][j] = (-1)^popcount(i & j), the factor left out. Columns 16 l .. 16
+// l + 15 lie in lane l of the row's group.
+__device__ __forceinline__ void hadamard(float (&x)[16], int size) {
 #pragma unroll
   for (int stride = 1; stride < 16; stride *= 2) {
 #pragma unroll
@@ -108,15 +108,34 @@ __device__ __forceinline__ void hadamard(float (&x)[16], int size, float factor)
     }
   }
   for (int stride = 1; stride < size / 16; stride *= 2) {
-    const bool upper = threadIdx.x & stride;
+    const float sign = threadIdx.x & stride ? -1.0f : 1.0f;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const float other = __shfl_xor_sync(0xffffffffu, x[i], stride);
-      x[i] = upper ? other - x[i] : x[i] + other;
+      x[i] = fmaf(x[i], sign, __shfl_xor_sync(0xffffffffu, x[i], stride));
     }
   }
-#pragma unroll
-  for (int i = 0; i < 16; ++i) x[i] *= factor;
+}
+
+// The larger magnitudes of two pairs; passes over NaN.
+template <class Element>
+__device__ __forceinline__ uint32_t larger_magnitudes(uint32_t top, uint32_t x);
+
+template <>
+__device__ __forceinline__ uint32_t larger_magnitudes<__nv_bfloat16>(uint32_t top, uint32_t x) {
+  uint32_t y;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(top), "r"(x & 0x7fff7fffu));
+  return y;
+}
+
+template <>
+__device__ __forceinline__ uint32_t larger_magnitudes<__half>(uint32_t top, uint32_t x) {
+  uint32_t y;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(top), "r"(x & 0x7fff7fffu));
+  return y;
+}
+
+__device__ __forceinline__ uint32_t word(const uint4& four, int i) {
+  return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
 }
 
 // [key][column] bytes in `rows` to [column][slot] in `tile`, then to memory.
@@ -125,6 +144,7 @@ __device__ __forceinline__ void store_transposed(const uint8_t* rows, int row_by
   using S = TransposeStep;
   const int lane = threadIdx.x % 32;
   const int warps = blockDim.x / 32;
+  const TransposeSelectors select = TransposeSelectors::of_lane(lane);
   const int column_steps = head_dim / S::kColumns;
   const int steps = ValueLayout::kKeys / S::kKeys * column_steps;
   for (int step = threadIdx.x / 32; step < steps; step += warps) {
@@ -133,7 +153,7 @@ __device__ __forceinline__ void store_transposed(const uint8_t* rows, int row_by
     uint32_t loaded[4], stored[4];
     load_matrix_x4_transposed(
         loaded, shared_address(rows + (keys + S::load_key(lane)) * row_bytes + column));
-    transpose_bytes(loaded, S::swaps_keys(lane), stored);
+    transpose_bytes(loaded, select, stored);
     store_matrix_x4(shared_address(tile) + ValueLayout::offset(column + S::store_column(lane),
                                                                keys + S::store_half(lane) * 16),
                     stored);
@@ -154,7 +174,9 @@ __host__ __device__ inline int quantize_row_bytes(int head_dim) {
 
 constexpr int kQuantizePasses = 4;
 
-template <class Element, int kGroup>
+// kTurned: some rotation or mean. Otherwise values stay in registers as they came, two in each,
+// which lets more CTAs run side by side.
+template <class Element, int kGroup, bool kTurned>
 __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ QuantizeArgs args) {
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ float warp_top[16];
@@ -188,36 +210,49 @@ __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ Q
       raw[pass][1] = from[1];
     }
   }
-  float mean[16];
-  const bool centred = args.mean != nullptr;
-  if (centred) {
+  // In pairs first: of values as they came.
+  uint32_t tops = 0;
+#pragma unroll
+  for (int pass = 0; pass < kQuantizePasses; ++pass) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      tops = larger_magnitudes<Element>(tops, word(raw[pass][i / 4], i % 4));
+    }
+  }
+  float top = fmaxf(to_float<Element>(tops, 0), to_float<Element>(tops, 1));
+
+  const bool rotates = kTurned && args.rotate_size != 0;
+  const float factor = rotates ? rsqrtf(float(args.rotate_size)) : 1.0f;
+  float x[kTurned ? kQuantizePasses : 1][16];
+  if constexpr (kTurned) {
+    float mean[16];
+    const bool centred = args.mean != nullptr && has_columns;
     const float* from =
         args.mean + (int64_t(rows.sequence) * args.heads + head) * args.head_dim + member * 16;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) mean[i] = has_columns ? from[i] : 0.0f;
-  }
-  const float factor = rsqrtf(float(larger(args.rotate_size, 1)));
-
-  float x[kQuantizePasses][16];
-  float top = 0.0f;
-#pragma unroll
-  for (int pass = 0; pass < kQuantizePasses; ++pass) {
-    const int row = pass * rows_per_pass + threadIdx.x / kGroup;
-    const bool used = row < rows.count && has_columns;
-#pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const uint4& four = raw[pass][i / 8];
-      const uint32_t packed = i / 2 % 4 == 0   ? four.x
-                              : i / 2 % 4 == 1 ? four.y
-                              : i / 2 % 4 == 2 ? four.z
-                                               : four.w;
-      x[pass][i] = to_float<Element>(packed, i % 2);
-      if (centred && used) x[pass][i] -= mean[i];
-      if (args.rotate_size != 0) x[pass][i] = bounded(x[pass][i], kLargestRotated);
+      mean[i] = centred ? from[i] : 0.0f;
+      top = fmaxf(top, fabsf(mean[i]));
     }
-    if (args.rotate_size != 0) hadamard(x[pass], args.rotate_size, factor);
+    const bool huge = rotates && top > 0.5f * kLargestRotated;
+    top = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) top = fmaxf(top, fabsf(x[pass][i]));  // passes over NaN
+    for (int pass = 0; pass < kQuantizePasses; ++pass) {
+      const float used = pass * rows_per_pass + threadIdx.x / kGroup < rows.count ? 1.0f : 0.0f;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        x[pass][i] =
+            fmaf(-used, mean[i], to_float<Element>(word(raw[pass][i / 8], i / 2 % 4), i % 2));
+      }
+      if (huge) [[unlikely]] {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) x[pass][i] = bounded(x[pass][i], kLargestRotated);
+      }
+      if (rotates) hadamard(x[pass], args.rotate_size);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) top = fmaxf(top, fabsf(x[pass][i]));  // passes over NaN
+    }
+    top *= factor;
   }
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
@@ -230,7 +265,7 @@ __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ Q
 
   top = fminf(top, kLargestInput);
   const float scale = top == 0.0f ? 1.0f : fmaxf(__fdiv_rn(top, kLargestE4m3), kSmallestScale);
-  const float inverse = __fdiv_rn(1.0f, scale);
+  const float inverse = __fdiv_rn(1.0f, scale) * factor;
   if (threadIdx.x == 0) {
     const int64_t first =
         ragged ? int64_t(head) * args.blocks : (int64_t(batch) * args.heads + head) * args.blocks;
@@ -241,11 +276,18 @@ __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ Q
 #pragma unroll
   for (int pass = 0; pass < kQuantizePasses; ++pass) {
     const int row = pass * rows_per_pass + threadIdx.x / kGroup;
+    if constexpr (!kTurned) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        x[0][i] = to_float<Element>(word(raw[pass][i / 8], i / 2 % 4), i % 2);
+      }
+    }
+    const auto& from = x[kTurned ? pass : 0];
     uint32_t packed[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      packed[i] = pack_four_e4m3(x[pass][4 * i] * inverse, x[pass][4 * i + 1] * inverse,
-                                 x[pass][4 * i + 2] * inverse, x[pass][4 * i + 3] * inverse);
+      packed[i] = pack_four_e4m3(from[4 * i] * inverse, from[4 * i + 1] * inverse,
+                                 from[4 * i + 2] * inverse, from[4 * i + 3] * inverse);
     }
     if (!has_columns || row >= args.block_rows) continue;
     uint8_t* to;

@@ -53,20 +53,22 @@ struct TransposeStep {
   static constexpr uint32_t kEvenColumn = 0x6420;
   static constexpr uint32_t kOddColumn = 0x7531;
 
-  // Columns g and g + 4 of a matrix are 8 rows of the tile apart, and would fall on the same banks:
-  // the upper half of the columns stores the other 16 keys first.
-  static FLASH_ATTN3_HOST_DEVICE bool swaps_keys(int lane) { return lane / 4 >= 4; }
+  // Stored, matrices are (first 16 keys, one column of each pair), (first, the other), (second,
+  // one), (second, the other). Even columns of 16 alone would fall on the same banks, g and g + 4;
+  // so the upper four pairs give their odd columns first.
+  static FLASH_ATTN3_HOST_DEVICE uint32_t selector(int lane, int which) {
+    return (which ^ (lane / 4 >= 4 ? 1 : 0)) == 0 ? kEvenColumn : kOddColumn;
+  }
 
   // Which key's row a lane gives the load, of 32.
   static FLASH_ATTN3_HOST_DEVICE int load_key(int lane) { return lane; }
 
   // Which column and which 16 slots (0 or 1) a lane gives the store: matrix lane / 8, its row
-  // lane % 8. Matrices are (first 16 keys, even columns), (first, odd), (second, even), (second,
-  // odd), where "first" is the second for swapping columns.
-  static FLASH_ATTN3_HOST_DEVICE int store_column(int lane) { return lane % 8 * 2 + lane / 8 % 2; }
-  static FLASH_ATTN3_HOST_DEVICE int store_half(int lane) {
-    return (lane / 16) ^ (lane % 8 >= 4 ? 1 : 0);
+  // lane % 8.
+  static FLASH_ATTN3_HOST_DEVICE int store_column(int lane) {
+    return lane % 8 * 2 + (lane / 8 % 2 ^ (lane % 8 >= 4 ? 1 : 0));
   }
+  static FLASH_ATTN3_HOST_DEVICE int store_half(int lane) { return lane / 16; }
 };
 
 }  // namespace flash_attn3
