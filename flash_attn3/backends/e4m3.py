@@ -14,8 +14,8 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
-LARGEST_INPUT = 3.3895314e38  # of bfloat16; infinities count as this
-LARGEST_ROTATED = 1.0e36  # sums of 256 such values are finite
+# Larger inputs, infinities too, count as this: products of two, summed over a head dim, are finite.
+LARGEST_INPUT = 2.0**50
 SMALLEST_SCALE = 2.0**-126  # its inverse is finite
 VALUE_BLOCK = 128  # keys of a block of a transposed V
 
@@ -126,7 +126,7 @@ def row_dot(x: Tensor, mean: Tensor, cu_seqlens: Optional[Tensor]) -> Tensor:
         return x.new_zeros(x.shape[-2], x.shape[0], dtype=torch.float32)
     else:
         mean = mean[find_rows((x.shape[0],), cu_seqlens, None, 0, x.device).sequence]
-    x = x.float().clamp(-LARGEST_ROTATED, LARGEST_ROTATED)
+    x = x.float().clamp(-LARGEST_INPUT, LARGEST_INPUT)
     return (x * mean).sum(-1).transpose(-1, -2)
 
 
@@ -151,7 +151,7 @@ def quantize(x: Tensor, mean: Optional[Tensor], cu_seqlens: Optional[Tensor],
         values = values - mean[rows.sequence]
     values = _masked(values, rows.in_use)
     if rotate:
-        values = hadamard(values.clamp(-LARGEST_ROTATED, LARGEST_ROTATED))
+        values = hadamard(values.clamp(-LARGEST_INPUT, LARGEST_INPUT))
     top = values.abs().nan_to_num(nan=0.0, posinf=LARGEST_INPUT).amax(-1)  # (rows, H)
     if block == 0:
         top = top.unflatten(-1, (-1, group)).amax(-1)

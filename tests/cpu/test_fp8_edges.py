@@ -153,3 +153,13 @@ def test_checkpointed_gradient(smooth_k, reentrant):
     checkpoint(loss, *inputs, use_reentrant=reentrant).backward()
     for t, w in zip(inputs, want):
         assert torch.equal(t.grad, w)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(rotate=True), dict(smooth_k=True)])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_infinities_and_huge_values_saturate(which, options):
+    tensors = [torch.randn(1, 150, 2, 64, dtype=torch.bfloat16) for _ in range(3)]
+    tensors[which][0, 20, 1, 3] = float("inf")
+    tensors[which][0, 130, 0, 4] = -3.0e38
+    out, lse = flash_attn_func(*quantize(*tensors, **options), return_attn_probs=True)
+    assert bool(out.isfinite().all()) and bool(lse.isfinite().all())

@@ -16,9 +16,9 @@ namespace flash_attn3 {
 
 constexpr float kLargestE4m3 = 448.0f;
 constexpr float kSmallestScale = 1.17549435e-38f;  // 2^-126, whose inverse is finite
-constexpr float kLargestInput = 3.3895314e38f;     // of bfloat16; infinities count as this
-// Sums of 256 such values are finite.
-constexpr float kLargestRotated = 1.0e36f;
+// Larger inputs, infinities too, count as 2^50: products of two, summed over a head dim, are
+// finite, and so are sums over the keys of a value times what P may be.
+constexpr float kLargestInput = 1125899906842624.0f;
 
 struct QuantizeArgs {
   const void* in;
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ Q
       mean[i] = centred ? from[i] : 0.0f;
       top = fmaxf(top, fabsf(mean[i]));
     }
-    const bool huge = rotates && top > 0.5f * kLargestRotated;
+    const bool huge = rotates && top > 0.5f * kLargestInput;
     top = 0.0f;
 #pragma unroll
     for (int pass = 0; pass < kQuantizePasses; ++pass) {
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ Q
       }
       if (huge) [[unlikely]] {
 #pragma unroll
-        for (int i = 0; i < 16; ++i) x[pass][i] = bounded(x[pass][i], kLargestRotated);
+        for (int i = 0; i < 16; ++i) x[pass][i] = bounded(x[pass][i], kLargestInput);
       }
       if (rotates) hadamard(x[pass], args.rotate_size);
 #pragma unroll
