@@ -185,7 +185,7 @@ def binding_commands(kind: BuildKind) -> dict:
                 f"-DFLASH_ATTN3_BUILT_FOR_TORCH={torch.version}",
             ]
         },
-        extra_link_args=["-Wl,-rpath,$ORIGIN", "-Wl,-s"],
+        extra_link_args=["-Wl,-rpath,$ORIGIN", "-Wl,-s", *toolchain.loaded_cxx_runtime()],
     )
     # The kernel library has its own static copy of the runtime, and the wheels of CUDA have no
     # libcudart.so to link; what the binding itself needs is loaded by torch.

@@ -112,6 +112,21 @@ def require_torch() -> Torch:
     return torch
 
 
+def loaded_cxx_runtime(maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """The libstdc++.so that this process has loaded, with torch: one path, or none.
+
+    The binding is linked to that one by name. A compiler that brings libstdc++ as an archive alone
+    would put a second copy into it, and a message written by both, with shapes from torch, ends the
+    process instead of raising.
+    """
+    try:
+        lines = maps.read_text().splitlines()
+    except OSError:
+        return []
+    found = {line.split(maxsplit=5)[-1] for line in lines if "/libstdc++.so" in line}
+    return sorted(found)[:1]
+
+
 @dataclass(frozen=True)
 class Toolkit:
     """nvcc and the folder it belongs to."""

@@ -157,10 +157,10 @@ inline void check_value_rows(const Tensor& v, const Tensor& q, Shape* s) {
 inline Shape check_inputs(const Tensor& q, const Tensor& k, const Tensor& v,
                           const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                           const OptionalTensor& seqused_q, const OptionalTensor& seqused_k) {
-  Shape s = check_queries_and_keys(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
   const auto dtype = q.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16, "q has dtype ", dtype,
                    "; expected torch.float16 or torch.bfloat16");
+  Shape s = check_queries_and_keys(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
   check_value_rows(v, q, &s);
   check_head_dim(s.head_dim, "q", 8);
   check_head_dim(s.head_dim_v, "v", 8);

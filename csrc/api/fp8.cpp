@@ -149,10 +149,10 @@ cudaStream_t stream_of(c10::Device device) {
 FwdResult fwd_e4m3_cuda(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                         FLASH_ATTN3_SCALE_PARAMETERS(int64_t),
                         FLASH_ATTN3_OPTION_PARAMETERS(int64_t)) {
-  Shape s = check_queries_and_keys(q_in, k_in, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
-  const auto device = q_in.device();
   TORCH_CHECK_TYPE(q_in.scalar_type() == at::kFloat8_e4m3fn, "q has dtype ", q_in.scalar_type(),
                    "; expected torch.float8_e4m3fn");
+  Shape s = check_queries_and_keys(q_in, k_in, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
+  const auto device = q_in.device();
   check_block(q_block, "q_block", true);
   check_block(k_block, "k_block", false);
   check_block(v_block, "v_block", false);
