@@ -238,6 +238,21 @@ struct Fp8Consumer : FwdConsumer<T> {
     return fp8.scale_log2;
   }
 
+  // Whether a row's largest exponent of two is so far from 0 that it is rounded to a multiple of
+  // 1/2: then an exact one minus a rounded one is no exponent that P could have. NaN too.
+  __device__ __forceinline__ static bool far_from_zero(const float (&top)[2], float scale) {
+    return !(fmaxf(fabsf(top[0]), fabsf(top[1])) * scale < 4194304.0f);
+  }
+
+  // Scaled first, the scores are rounded as their reference is.
+  __device__ __forceinline__ static void scale_first(float (&s)[kScores], float (&top)[2],
+                                                     float& scale) {
+    scale_by(s, scale);
+    top[0] *= scale;
+    top[1] *= scale;
+    scale = 1.0f;
+  }
+
   // The rows' maxima become the references; `factor` is what O and the sums are to be multiplied by
   // for it. No vote: most blocks of a short sequence move some row of a warp, and two rows'
   // shuffles side by side take no longer than a branch.
@@ -245,7 +260,8 @@ struct Fp8Consumer : FwdConsumer<T> {
                                                          float scale, float (&factor)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float next = fmaxf(rows.reference[h], fmaf(top[h], scale, -float(kTop)));
+      // Rounded up: no probability is above 2^kTop.
+      const float next = fmaxf(rows.reference[h], __fmaf_ru(top[h], scale, -float(kTop)));
       factor[h] = exp2_approx(rows.reference[h] - next);
       rows.reference[h] = next;
       if constexpr (!T::kTensorSums) rows.sum[h] *= factor[h];
@@ -419,10 +435,14 @@ struct Fp8Consumer : FwdConsumer<T> {
     } else if constexpr (kMoves) {
       tops_of_rows(s, top);
     }
+    if constexpr (kMoves) rare |= far_from_zero(top, scale);
     // The assembler moves the wait for P V above all that stands before it, but not over a branch.
     if (__any_sync(0xffffffffu, rare)) [[unlikely]] {
       if constexpr (kPlain && kMoves && kQuickTops) tops_of_rows(s, top);
       weigh_partial(t);
+      if constexpr (kMoves) {
+        if (far_from_zero(top, scale)) scale_first(s, top, scale);
+      }
     }
     if constexpr (kMoves) move_references(t.rows, top, scale, factor);
     settle_whole(t);
@@ -486,6 +506,8 @@ struct Fp8Consumer : FwdConsumer<T> {
       } else {
         tops_of_rows(s, top);
       }
+      if (far_from_zero(top, scale)) [[unlikely]]
+        scale_first(s, top, scale);
       move_references(t.rows, top, scale, t.factor);
     }
     exponentiate(t.rows, s, scale);
@@ -546,10 +568,11 @@ struct Fp8Consumer : FwdConsumer<T> {
     release_k(newest.last());
     t.rows.reset();
     clear_out(t);
-    const float scale = exponent_scale(scale_of_block, s);
+    float scale = exponent_scale(scale_of_block, s);
     adjust_scores(newest, s);
     float top[2];
     tops_of_rows(s, top);
+    if (far_from_zero(top, scale)) scale_first(s, top, scale);
     move_references(t.rows, top, scale, t.factor);
     exponentiate(t.rows, s, scale);
     pack_probabilities_e4m3(s, t.p);
