@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -37,15 +36,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
                    help="sections, comma-separated: %(default)s")
     p.add_argument("--points", help="dense points, D:full|causal|*:S items: 64:*:512,128:causal:*")
     p.add_argument("--peers", help="comma-separated, of fa2,fa4,cudnn; 'none' (default: all)")
-    p.add_argument("--rounds", type=int, default=timing.ROUNDS)
-    p.add_argument("--warmup", type=float, default=timing.WARMUP_MS, help="ms, per round")
-    p.add_argument("--rep", type=float, default=timing.REP_MS, help="ms, per round")
-    p.add_argument("--budget-s", type=float, help="start no further case after so many seconds")
-    p.add_argument("--resume", type=Path, metavar="FILE",
-                   help="take over the rows of an earlier part (same device and commit)")
-    p.add_argument("--out", type=Path, help="results file (default: $OUT or benchmarks/results)")
-    p.add_argument("--strict", action="store_true", help="exit code 1 if a figure is missed")
-    p.add_argument("--dry-run", action="store_true", help="list the cases and stop; no GPU needed")
+    forward.add_run_options(p)
     args = p.parse_args(argv)  # fmt: skip
     unknown = set(args.only.split(",")) - set(parts.SECTIONS)
     if unknown:
@@ -99,22 +90,6 @@ def run_case(case, args: argparse.Namespace) -> dict:
     return row
 
 
-def measure(selected, args, file) -> list:
-    """Measures what is not in the file yet; returns what the time budget left out."""
-    started = time.perf_counter()
-    for index, case in enumerate(selected):
-        if file.find(case.config) is not None:
-            continue
-        spent = time.perf_counter() - started
-        if args.budget_s is not None and spent > args.budget_s:
-            return [c for c in selected[index:] if file.find(c.config) is None]
-        row = run_case(case, args)
-        file.put(row)
-        columns = parts.columns(case, args.peers)
-        forward.progress(row, case, columns, time.perf_counter() - started)
-    return []
-
-
 def report(file: results.ResultsFile) -> bool:
     """Prints figures and what is missing; True if no figure was missed."""
     forward.print_missing(file)
@@ -144,7 +119,10 @@ def main(argv: list[str] | None = None) -> int:
         package.ops.use_backward("kernels")
     file = forward.open_file("backward", args)
     forward.cublas(file)
-    left = measure(selected, args, file)
+    left = forward.measure(
+        selected, lambda case: [run_case(case, args)],
+        lambda case: parts.columns(case, args.peers), args, file,
+    )  # fmt: skip
     print()
     print(figures.table([r for r in file.rows if r["config"]["case"] == "dense"],
                         ["ours", *args.peers]))  # fmt: skip

@@ -14,6 +14,7 @@ import contextlib
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -32,14 +33,9 @@ FP16 = "ours fp16"
 AGREEMENT = 1e-2
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--only", default=",".join(case_lists.SECTIONS),
-                   help="sections, comma-separated: %(default)s")
-    p.add_argument("--points", help="dense points, D:full|causal|*:S items: 64:*:512,128:causal:*")
-    p.add_argument("--peers", help="comma-separated, of fa2,fa3,fa4,cudnn; 'none' for none "
-                                   "(default: all; with --kernels fa3 where it is installed)")
-    p.add_argument("--no-fp16", action="store_true", help="leave the fp16 column out")
+def add_run_options(p: argparse.ArgumentParser) -> None:
+    """What backward.py and fp8.py take too."""
+    # fmt: off
     p.add_argument("--rounds", type=int, default=timing.ROUNDS)
     p.add_argument("--warmup", type=float, default=timing.WARMUP_MS, help="ms, per round")
     p.add_argument("--rep", type=float, default=timing.REP_MS, help="ms, per round")
@@ -49,6 +45,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--out", type=Path, help="results file (default: $OUT or benchmarks/results)")
     p.add_argument("--strict", action="store_true", help="exit code 1 if a figure is missed")
     p.add_argument("--dry-run", action="store_true", help="list the cases and stop; no GPU needed")
+    # fmt: on
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--only", default=",".join(case_lists.SECTIONS),
+                   help="sections, comma-separated: %(default)s")
+    p.add_argument("--points", help="dense points, D:full|causal|*:S items: 64:*:512,128:causal:*")
+    p.add_argument("--peers", help="comma-separated, of fa2,fa3,fa4,cudnn; 'none' for none "
+                                   "(default: all; with --kernels fa3 where it is installed)")
+    p.add_argument("--no-fp16", action="store_true", help="leave the fp16 column out")
+    add_run_options(p)
     k = p.add_argument_group("kernel libraries, by ctypes and without the binding")
     k.add_argument("--kernels", action="store_true", help="measure --lib columns instead of ours")
     k.add_argument("--lib", action="append", type=Path, default=[], metavar="[NAME=]FILE.so",
@@ -282,8 +290,11 @@ def progress(row: dict, case: Case, columns: dict, spent: float) -> None:
           flush=True)  # fmt: skip
 
 
-def measure(selected, columns, own, args, file) -> list[Case]:
-    """Measures what is not in the file yet; returns what the time budget left out."""
+def measure(selected, run, columns: Callable, args, file) -> list[Case]:
+    """Measures what is not in the file yet, by run(case) -> rows; what the time budget left out.
+
+    columns(case): whose times a line of the progress shows.
+    """
     started = time.perf_counter()
     for index, case in enumerate(selected):
         if file.find(case.config) is not None:
@@ -291,10 +302,10 @@ def measure(selected, columns, own, args, file) -> list[Case]:
         spent = time.perf_counter() - started
         if args.budget_s is not None and spent > args.budget_s:
             return [c for c in selected[index:] if file.find(c.config) is None]
-        rows = run_case(case, columns, own, args)
+        rows = run(case)
         for row in rows:
             file.put(row)
-        progress(rows[0], case, columns, time.perf_counter() - started)
+        progress(rows[0], case, columns(case), time.perf_counter() - started)
     return []
 
 
@@ -377,7 +388,9 @@ def main(argv: list[str] | None = None) -> int:
     file = open_file("kernels" if args.kernels else "forward", args)
     columns, own = choose_columns(args)
     cublas(file)
-    left = measure(selected, columns, own, args, file)
+    left = measure(
+        selected, lambda case: run_case(case, columns, own, args), lambda _: columns, args, file
+    )
     good = report(file, columns, own)
     print_left(left, file)
     return 1 if args.strict and not good else 0

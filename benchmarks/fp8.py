@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -36,15 +35,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--points", help="D:full|causal|*:S items: 64:*:1024,128:causal:*")
     p.add_argument("--peers", help="comma-separated, of fa3,cudnn,fa2; 'none' (default: all)")
-    p.add_argument("--rounds", type=int, default=timing.ROUNDS)
-    p.add_argument("--warmup", type=float, default=timing.WARMUP_MS, help="ms, per round")
-    p.add_argument("--rep", type=float, default=timing.REP_MS, help="ms, per round")
-    p.add_argument("--budget-s", type=float, help="start no further case after so many seconds")
-    p.add_argument("--resume", type=Path, metavar="FILE",
-                   help="take over the rows of an earlier part (same device and commit)")
-    p.add_argument("--out", type=Path, help="results file (default: $OUT or benchmarks/results)")
-    p.add_argument("--strict", action="store_true", help="exit code 1 if a figure is missed")
-    p.add_argument("--dry-run", action="store_true", help="list the cases and stop; no GPU needed")
+    forward.add_run_options(p)
     args = p.parse_args(argv)  # fmt: skip
     names = [] if args.peers == "none" else (args.peers or ",".join(parts.PEERS)).split(",")
     unknown = set(names) - set(parts.PEERS)
@@ -72,21 +63,6 @@ def run_case(case, args: argparse.Namespace) -> dict:
     del timers, calls, inputs
     torch.cuda.empty_cache()
     return row
-
-
-def measure(selected, args, file) -> list:
-    """Measures what is not in the file yet; returns what the time budget left out."""
-    started = time.perf_counter()
-    for index, case in enumerate(selected):
-        if file.find(case.config) is not None:
-            continue
-        spent = time.perf_counter() - started
-        if args.budget_s is not None and spent > args.budget_s:
-            return [c for c in selected[index:] if file.find(c.config) is None]
-        row = run_case(case, args)
-        file.put(row)
-        forward.progress(row, case, parts.columns(args.peers), time.perf_counter() - started)
-    return []
 
 
 def cublas(file: results.ResultsFile, size: int = 8192) -> None:
@@ -151,7 +127,10 @@ def main(argv: list[str] | None = None) -> int:
     file = forward.open_file("fp8", args)
     cublas(file)
     bandwidth(file, args)
-    left = measure(selected, args, file)
+    left = forward.measure(
+        selected, lambda case: [run_case(case, args)],
+        lambda case: parts.columns(args.peers), args, file,
+    )  # fmt: skip
     print()
     print(figures.table(file.rows, ["ours", parts.BLOCKS, *args.peers]))
     good = report(file)

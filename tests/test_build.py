@@ -292,9 +292,9 @@ def test_the_binding_is_linked_to_the_libstdcxx_of_torch(tmp_path):
     maps = tmp_path / "maps"
     maps.write_text(
         "7f0-7f1 r--p 00000000 fe:00 12   /usr/lib/libc.so.6\n"
-        "7f1-7f2 r--p 00000000 fe:00 13   /opt/with space/libstdc++.so.6.0.33\n"
-        "7f2-7f3 r-xp 00001000 fe:00 13   /opt/with space/libstdc++.so.6.0.33\n")
-    assert toolchain.loaded_cxx_runtime(maps) == ["/opt/with space/libstdc++.so.6.0.33"]
+        "7f1-7f2 r--p 00000000 fe:00 13   /usr/with space/libstdc++.so.6.0.33\n"
+        "7f2-7f3 r-xp 00001000 fe:00 13   /usr/with space/libstdc++.so.6.0.33\n")
+    assert toolchain.loaded_cxx_runtime(maps) == ["/usr/with space/libstdc++.so.6.0.33"]
     assert toolchain.loaded_cxx_runtime(tmp_path / "none") == []
 
 
