@@ -247,8 +247,9 @@ void fill_bwd_params(const BwdParams& in, const DeviceInfo& device, int tile_m, 
   out->tanh_from_log2 = 0.0f;
   if (in.softcap > 0.0f) {
     out->tanh_factor = in.softmax_scale / in.softcap;
-    out->scale_log2 = in.softcap * kLog2E;
-    out->tanh_from_log2 = 1.0f / out->scale_log2;
+    // A factor of 0 means no soft cap to the kernel, and makes all scores 0.
+    out->scale_log2 = out->tanh_factor == 0.0f ? 0.0f : in.softcap * kLog2E;
+    out->tanh_from_log2 = out->tanh_factor == 0.0f ? 0.0f : 1.0f / out->scale_log2;
   }
 
   out->q_tiles = is_ragged_q(in) ? 0 : blocks_for(in.max_seqlen_q, tile_m);

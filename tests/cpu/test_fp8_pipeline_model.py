@@ -162,15 +162,12 @@ class Fp8Kernel(Kernel):
                     yield my_turn
                     yield from read("v", current[1:])
                     pass_turn()
-                    if not plain:
-                        release_k(n)
+                    release_k(n)
                     yield lambda: True
                     release("v")
                     if new_tile:
                         store(*current[:2])
                     yield lambda: True
-                    if plain:
-                        release_k(n)
             yield from read("v", current[1:])
             release("v")
             store(*current[:2])

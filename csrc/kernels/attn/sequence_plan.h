@@ -67,12 +67,13 @@ __device__ int plan_sequences(int batch, int most, int32_t* sequence, int32_t* f
       tiles = tiles_of(b);
     }
     const int inclusive = block_prefix_sum(tiles, most - total, warp_sums);
-    if (index < batch) first_tile[index] = total + larger(inclusive - tiles, 0);
+    // Where `most` cuts it off, a sequence has the first of its tiles or none.
+    if (index < batch) first_tile[index + 1] = total + inclusive;
     __syncthreads();
     total += warp_sums[31];
     __syncthreads();
   }
-  if (thread == 0) first_tile[batch] = total;
+  if (thread == 0) first_tile[0] = 0;
   return total;
 }
 

@@ -83,15 +83,16 @@ __global__ void __launch_bounds__(kBwdSideThreads)
   const int head = int(at % params.heads);
   if (at == 0 && threadIdx.x == 0) params.plan[BwdTileOrder::kCounter] = 0;
 
+  // Before anything else: overlapping sequences take turns in tiles that belong to none.
+  if (params.turns != nullptr && threadIdx.x < kMostTurnChains) {
+    params.turns[at * kMostTurnChains + threadIdx.x] = 0;
+  }
   const WorkspaceTile tile = find_workspace_tile<T::kBlockM>(params, int(at / params.heads));
   if (tile.row0 >= tile.q.rows) return;  // a tile between sequences: nobody reads it
   float4* sums = reinterpret_cast<float4*>(params.dq_sum + at * (T::kBlockM * T::kHeadDim));
 #pragma unroll 4
   for (int i = threadIdx.x; i < T::kBlockM * T::kHeadDim / 4; i += kBwdSideThreads) {
     sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
-  if (params.turns != nullptr && threadIdx.x < kMostTurnChains) {
-    params.turns[at * kMostTurnChains + threadIdx.x] = 0;
   }
   write_row_values<T>(params, tile, head, params.rows + at * (2 * T::kBlockM));
 }

@@ -56,7 +56,6 @@ struct BwdScheduler {
         const int within = tile - first_tile;
         info.head_kv = within / tiles;
         n = within % tiles;
-        if (params.last_first) n = tiles - 1 - n;
       } else {
         const int per_section = params.section_pairs * params.k_tiles;
         const int section = tile / per_section;
@@ -66,7 +65,6 @@ struct BwdScheduler {
         const int within = tile - section * per_section;
         const int pair = first_pair + within % pairs;
         n = within / pairs;
-        if (params.last_first) n = params.k_tiles - 1 - n;
         sequence = pair / params.heads_kv;
         info.head_kv = pair - sequence * params.heads_kv;
       }
@@ -79,6 +77,7 @@ struct BwdScheduler {
   __device__ __forceinline__ void fill_tile(int sequence, int n, BwdTile& info) const {
     const SequenceSpan q = q_span(params, sequence);
     const SequenceSpan k = k_span(params, sequence);
+    if (params.last_first) n = blocks_for(k.rows, T::kBlockN) - 1 - n;
     info.n = n;
     info.k_len = k.used;
     info.k_rows = k.rows;

@@ -72,10 +72,14 @@ struct Fp8Consumer : FwdConsumer<T> {
     Aim aim;
   };
 
+  // A product of scales is not 0, by which a masked score, -inf, would become NaN.
+  static constexpr float kSmallestProduct = 1.17549435e-38f;
+
   // What the scores of `newest` are to be multiplied by, beside what the call asks for. Scales are
   // read where they are needed: no register is left to keep one in.
   __device__ __forceinline__ float block_scale() {
-    return shared.scales[newest.slot()].q[warpgroup] * shared.k_scale[k_ring.slot()];
+    return fmaxf(shared.scales[newest.slot()].q[warpgroup] * shared.k_scale[k_ring.slot()],
+                 kSmallestProduct);
   }
 
   template <bool kPlain>
@@ -142,7 +146,8 @@ struct Fp8Consumer : FwdConsumer<T> {
     if (value_weight() != 1.0f) {
       wgmma_wait<0>();
       pin_registers(t.partial);
-      scale_by(t.partial, value_weight());
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) t.partial[i] *= value_weight();  // not the row sums
     }
   }
 
@@ -232,16 +237,22 @@ struct Fp8Consumer : FwdConsumer<T> {
   // The scale of exponents for the block's scores; those of a transformed call are scaled before.
   __device__ __forceinline__ float exponent_scale(float block_scale, float (&s)[kScores]) {
     if (fp8.transform == ScoreTransform::kNone) [[likely]]
-      return fp8.scale_log2 * block_scale;
+      return fmaxf(fp8.scale_log2 * block_scale, kSmallestProduct);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] *= block_scale;
     return fp8.scale_log2;
   }
 
   // Whether a row's largest exponent of two is so far from 0 that it is rounded to a multiple of
-  // 1/2: then an exact one minus a rounded one is no exponent that P could have. NaN too.
+  // 1/2: then an exact one minus a rounded one is no exponent that P could have. -inf, of rows that
+  // see no key of the block, is not far.
   __device__ __forceinline__ static bool far_from_zero(const float (&top)[2], float scale) {
-    return !(fmaxf(fabsf(top[0]), fabsf(top[1])) * scale < 4194304.0f);
+    bool far = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      far |= fabsf(top[h] * scale) >= 4194304.0f && top[h] != kMinusInfinity;
+    }
+    return far;
   }
 
   // Scaled first, the scores are rounded as their reference is.
@@ -330,18 +341,6 @@ struct Fp8Consumer : FwdConsumer<T> {
       for (int h = 0; h < 2; ++h) {
         if (top[h] == -kMinusInfinity) t.rows.sum[h] = fresh.sum[h];
       }
-    }
-  }
-
-  __device__ __forceinline__ static void largest_of_rows(const float (&s)[kScores],
-                                                         float (&top)[2]) {
-    top[0] = top[1] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      top[h] = fmaxf(top[h], __shfl_xor_sync(0xffffffffu, top[h], 1));
-      top[h] = fmaxf(top[h], __shfl_xor_sync(0xffffffffu, top[h], 2));
     }
   }
 
