@@ -11,7 +11,7 @@ ARGS ?=
 .PHONY: compile-check clean
 
 help:  ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 run:  ## encode real sentences with a real model on this machine's best backend
 	@$(READY) run -- python examples/encode_sentences.py $(ARGS)
@@ -40,6 +40,9 @@ accuracy:  ## errors of FP8 attention against float64, random inputs and a model
 
 build-time:  ## time and memory of a full build; writes benchmarks/results/build-*.json
 	@$(READY) build -- python benchmarks/build_time.py $(ARGS)
+
+plots:  ## draw forward-*.json and backward-*.json of benchmarks/results, a picture beside each
+	@$(READY) plots -- python benchmarks/plot.py $(ARGS)
 
 readme:  ## put the figures of benchmarks/results into README.md
 	@$(PYTHON) benchmarks/readme_table.py

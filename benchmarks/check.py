@@ -1,7 +1,7 @@
 """Correctness of kernel libraries before they are timed, on the GPU, against plain attention.
 
-The tolerance is design.md's, section 8: by largest absolute error and by ||err|| / ||ref||, at most
-twice that of matmul, softmax and matmul done one by one in the kernel's dtype, plus 1e-5.
+The tolerance: by largest absolute error and by ||err|| / ||ref||, at most twice that of
+matmul, softmax and matmul done one by one in the kernel's dtype, plus 1e-5.
 """
 
 from __future__ import annotations

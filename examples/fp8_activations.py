@@ -70,11 +70,14 @@ def compare(q, k, v, by_kernel: bool, sums: dict[str, torch.Tensor]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sentences", type=int, default=100)
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--sentences", type=int, default=100, help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=256,
+                        help="of a text (default: %(default)s, at most what the model takes)")
     args = parser.parse_args()
     from transformers import AutoModel, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     folder = model_folder()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModel.from_pretrained(folder).eval()

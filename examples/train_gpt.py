@@ -51,10 +51,11 @@ SMALL = Shape(layers=2, heads=4, head_dim=16, seqlen=64, batch=8)
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--steps", type=int, default=500)
+    p.add_argument("--steps", type=int, default=500, help="default: %(default)s")
     p.add_argument("--small", action="store_true", help="a model for a CPU (default without a GPU)")
     for name, value in vars(Shape()).items():
-        p.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"default: {value}")
+        p.add_argument(f"--{name.replace('_', '-')}", type=int,
+                       help=f"default: {value}, small: {getattr(SMALL, name)}")
     p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--attention", choices=("both", *ATTENTION), default="both")
     p.add_argument("--backward", choices=("kernels", "torch"),

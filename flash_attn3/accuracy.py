@@ -191,8 +191,10 @@ def _print_row(config: dict, errors: dict[str, float]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m flash_attn3.accuracy", description=__doc__.splitlines()[0])
-    parser.add_argument("--heads", type=int, help="default: 32 on the kernels, 4 emulated")
-    parser.add_argument("--keys", type=int, help="default: 8192 on the kernels, 2048 emulated")
+    parser.add_argument("--heads", type=int,
+                        help="of the rms rows (default: 32 on the kernels, 4 emulated)")
+    parser.add_argument("--keys", type=int,
+                        help="of the rms rows (default: 8192 on the kernels, 2048 emulated)")
     parser.add_argument("--dim", type=int, default=128, help="head dim (default: 128)")
     args = parser.parse_args()
     setting = default_setting(args.heads, args.keys, args.dim)

@@ -1,4 +1,4 @@
-"""The public functions. Meanings, shapes and units are those of the README's interface section.
+"""The public functions; the docstring of flash_attn_func has the meanings, shapes and units.
 
 Scores are softmax_scale * q k^T, capped, then masked; masks align to the bottom right: with
 p = i + Sk - Sq, query i sees key j only where the options below allow it, per sequence.

