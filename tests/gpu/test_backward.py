@@ -262,6 +262,30 @@ def test_fifty_deterministic_runs_are_equal_bit_by_bit(d, dv, options):
         assert_same_bits(again, first, f"in run {run}")
 
 
+@pytest.mark.parametrize("cu", [(0, 1024, 0, 1024), (0, 256, 128, 384), (0, 700, 300, 1024)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_deterministic_calls_end_whatever_the_lengths_are(cu, causal):
+    """Sequences that overlap give a wrong result; a turn that never comes would be a hang."""
+    leaves = leaves_of(*[(cu[-1], 2, 128)] * 3)
+    lengths = int32(*cu)
+    out = flash_attn3.flash_attn_varlen_func(
+        *leaves, lengths, lengths, 1024, 1024, causal=causal, deterministic=True)
+    grads = torch.autograd.grad(out, leaves, torch.randn_like(out))
+    torch.cuda.synchronize()
+    assert [g.shape for g in grads] == [t.shape for t in leaves]
+
+
+@pytest.mark.parametrize("d, dv", DIMS)
+def test_soft_cap_of_scores_that_are_all_zero(d, dv):
+    """A scale of 0: P is uniform, so dV is what it is without a soft cap, and dQ and dK are 0."""
+    leaves = leaves_of((1, 80, 2, d), (1, 80, 2, d), (1, 80, 2, dv))
+    dout = torch.randn(1, 80, 2, dv, device="cuda", dtype=BF16)
+    capped = grads_of(leaves, dout, softmax_scale=0.0, softcap=10.0)
+    plain = grads_of(leaves, dout, softmax_scale=0.0)
+    assert not capped[0].any() and not capped[1].any()
+    torch.testing.assert_close(capped[2], plain[2])
+
+
 @pytest.mark.parametrize("d, dv", DIMS)
 def test_torch_flag_makes_gradients_deterministic(d, dv):
     """And without either, dk and dv are equal bit by bit all the same."""

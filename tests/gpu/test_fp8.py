@@ -158,6 +158,20 @@ def test_infinities_and_huge_values_saturate(which, options):
     assert bool(out.isfinite().all()) and bool(lse.isfinite().all())
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_scales_whose_product_is_zero(d):
+    """A descale of 0, as of a tensor of zeros, and tiny ones: every visible key counts the same."""
+    q, k, v = (half(2, 200, 2, d).to(E4M3) for _ in range(3))
+    for scale in (0.0, 1e-38):
+        tiny = torch.full((2, 2), scale, device="cuda")
+        out, lse = flash_attn_func(q, k, v, causal=True, q_descale=tiny, k_descale=tiny,
+                                   return_attn_probs=True)
+        count = torch.arange(1, 201, device="cuda", dtype=torch.float32)
+        torch.testing.assert_close(lse, count.log().expand(2, 2, 200), atol=1e-3, rtol=1e-3)
+        mean = v.float().cumsum(1) / count[None, :, None, None]
+        assert relative(out, mean) < 0.05
+
+
 def test_no_step_at_the_edges_of_tiles():
     """One row against the last row of a prefill, and its error, for Sk from 88 to 256."""
     errors = []
