@@ -92,15 +92,8 @@ def run_case(case, args: argparse.Namespace) -> dict:
 
 def report(file: results.ResultsFile) -> bool:
     """Prints figures and what is missing; True if no figure was missed."""
-    forward.print_missing(file)
-    found = parts.evaluate(file.rows, file.data["reference"].get("cublas_bf16"))
-    for figure in found:
-        print(figure.line())
-    file.data["figures"] = [vars(figure) for figure in found]
-    file.write()
-    print(f"\nwritten to {file.path}")
-    wrong = any(row.get("wrong") for row in file.rows)
-    return not wrong and all(figure.passed is not False for figure in found)
+    cublas = file.data["reference"].get("cublas_bf16")
+    return forward.report_figures(file, parts.evaluate(file.rows, cublas))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -353,6 +353,18 @@ def ready(selected: list[Case], args: argparse.Namespace, script: str) -> int | 
     return None
 
 
+def report_figures(file: results.ResultsFile, found: list[figures.Figure]) -> bool:
+    """Prints what is missing and the figures, which go into the file; True if none was missed."""
+    print_missing(file)
+    for figure in found:
+        print(figure.line())
+    file.data["figures"] = [vars(figure) for figure in found]
+    file.write()
+    print(f"\nwritten to {file.path}")
+    wrong = any(row.get("wrong") for row in file.rows)
+    return not wrong and all(figure.passed is not False for figure in found)
+
+
 def report(file: results.ResultsFile, columns: dict, own: list[str]) -> bool:
     """Prints the tables; True if no figure was missed."""
     print()

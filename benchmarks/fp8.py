@@ -97,18 +97,9 @@ def bandwidth(file: results.ResultsFile, args: argparse.Namespace) -> None:
 
 def report(file: results.ResultsFile) -> bool:
     """Prints figures and what is missing; True if no figure was missed."""
-    forward.print_missing(file)
     reference = file.data["reference"]
-    found = parts.evaluate(
-        file.rows, reference.get("cublas_e4m3"), reference.get("quantize_tb_s", {})
-    )
-    for figure in found:
-        print(figure.line())
-    file.data["figures"] = [vars(figure) for figure in found]
-    file.write()
-    print(f"\nwritten to {file.path}")
-    wrong = any(row.get("wrong") for row in file.rows)
-    return not wrong and all(figure.passed is not False for figure in found)
+    cublas_rate, rates = reference.get("cublas_e4m3"), reference.get("quantize_tb_s", {})
+    return forward.report_figures(file, parts.evaluate(file.rows, cublas_rate, rates))
 
 
 def main(argv: list[str] | None = None) -> int:
