@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     prefetch_tensor_map(&params.v);
   }
   __syncthreads();
-  wait_for_kernel_before();
+  grid_dependency_wait();
 
   if (warp < 4) {
     registers_give_back<T::kProducerRegisters>();

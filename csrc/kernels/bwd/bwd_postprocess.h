@@ -53,7 +53,7 @@ __device__ __forceinline__ void write_dq_piece(const BwdKernelParams& params,
 template <class T>
 __global__ void __launch_bounds__(kBwdSideThreads)
     bwd_postprocess_kernel(const __grid_constant__ BwdKernelParams params) {
-  wait_for_kernel_before();
+  grid_dependency_wait();
   // [query tile][head]. From the end: what was added to last is then still in L2.
   const int64_t at = gridDim.x - 1 - blockIdx.x;
   const int head = int(at % params.heads);

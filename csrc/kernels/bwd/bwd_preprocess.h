@@ -77,7 +77,7 @@ __device__ __forceinline__ void write_row_values(const BwdKernelParams& params,
 template <class T>
 __global__ void __launch_bounds__(kBwdSideThreads)
     bwd_preprocess_kernel(const __grid_constant__ BwdKernelParams params) {
-  let_next_kernel_start();
+  grid_dependents_launch();
   // [query tile][head]. From the end: what the main kernel adds to first is then still in L2.
   const int64_t at = gridDim.x - 1 - blockIdx.x;
   const int head = int(at % params.heads);

@@ -7,11 +7,10 @@
 // the tensor's own end the copy engine fills zeros by itself.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "kernels/bwd/bwd_params.h"
 #include "kernels/bwd/bwd_traits.h"
 #include "kernels/common/memory.h"
+#include "kernels/common/panel_copy.h"
 
 namespace flash_attn3 {
 
@@ -34,36 +33,20 @@ struct BwdProducer {
   typename T::SharedMemory& shared;
   int lane;
 
-  static constexpr uint64_t kReadOnce = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
-  static constexpr uint64_t kReadOften = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
-
-  // One tile of `rows` rows as panels, one copy each.
-  template <int kColumns>
-  __device__ __forceinline__ void copy_panels(const CUtensorMap& map, uint64_t* barrier,
-                                              uint64_t hint, uint8_t* destination, int rows,
-                                              int row, int head, int batch) {
-    using P = Panel<kColumns>;
-#pragma unroll
-    for (int panel = 0; panel < P::kCount; ++panel) {
-      cute::SM90_TMA_LOAD_4D::copy(&map, barrier, hint, destination + panel * rows * P::kBytes,
-                                   panel * P::kWidth, row, head, batch);
-    }
-  }
-
   __device__ __forceinline__ void load_k(const BwdTile& tile, int stage) {
     uint64_t* barrier =
         has_key_tail<T>(params, tile) ? &shared.k_tail[stage] : &shared.k_full[stage];
     mbarrier_arrive_expect_bytes(barrier, T::kKeyBytes);
-    copy_panels<T::kHeadDim>(params.k, barrier, kReadOnce, shared.k[stage], T::kBlockN,
-                             tile.k_base + tile.n * T::kBlockN, tile.head_kv, tile.k_batch);
+    copy_panels<Panel<T::kHeadDim>>(params.k, barrier, kReadOnce, shared.k[stage], T::kBlockN,
+                                    tile.k_base + tile.n * T::kBlockN, tile.head_kv, tile.k_batch);
   }
 
   __device__ __forceinline__ void load_v(const BwdTile& tile, int stage) {
     uint64_t* barrier =
         has_key_tail<T>(params, tile) ? &shared.v_tail[stage] : &shared.v_full[stage];
     mbarrier_arrive_expect_bytes(barrier, T::kValueBytes);
-    copy_panels<T::kHeadDimV>(params.v, barrier, kReadOnce, shared.v[stage], T::kBlockN,
-                              tile.k_base + tile.n * T::kBlockN, tile.head_kv, tile.k_batch);
+    copy_panels<Panel<T::kHeadDimV>>(params.v, barrier, kReadOnce, shared.v[stage], T::kBlockN,
+                                     tile.k_base + tile.n * T::kBlockN, tile.head_kv, tile.k_batch);
   }
 
   __device__ __forceinline__ void load_q(const BwdTile& tile, int head, int m, uint32_t count) {
@@ -73,8 +56,8 @@ struct BwdProducer {
       uint64_t* barrier =
           has_query_tail<T>(params, tile, m) ? &shared.q_tail[stage] : &shared.q_full[stage];
       mbarrier_arrive_expect_bytes(barrier, T::kQueryBytes);
-      copy_panels<T::kHeadDim>(params.q, barrier, kReadOften, shared.q[stage], T::kBlockM,
-                               tile.q_base + m * T::kBlockM, head, tile.q_batch);
+      copy_panels<Panel<T::kHeadDim>>(params.q, barrier, kReadOften, shared.q[stage], T::kBlockM,
+                                      tile.q_base + m * T::kBlockM, head, tile.q_batch);
     }
     __syncwarp();
   }
@@ -86,8 +69,9 @@ struct BwdProducer {
       uint64_t* barrier =
           has_query_tail<T>(params, tile, m) ? &shared.dout_tail[stage] : &shared.dout_full[stage];
       mbarrier_arrive_expect_bytes(barrier, T::kDoutBytes + T::kRowBytes);
-      copy_panels<T::kHeadDimV>(params.dout, barrier, kReadOften, shared.dout[stage], T::kBlockM,
-                                tile.q_base + m * T::kBlockM, head, tile.q_batch);
+      copy_panels<Panel<T::kHeadDimV>>(params.dout, barrier, kReadOften, shared.dout[stage],
+                                       T::kBlockM, tile.q_base + m * T::kBlockM, head,
+                                       tile.q_batch);
       const int64_t at = int64_t(tile.q_tile0 + m) * params.heads + head;
       bulk_copy_to_shared(shared.rows[stage], params.rows + at * (2 * T::kBlockM), T::kRowBytes,
                           barrier);

@@ -46,17 +46,6 @@ __device__ __forceinline__ void store_matrix_x4_transposed(uint32_t address,
       : "memory");
 }
 
-// A kernel launched to overlap the one before it in the stream: nothing of what that one writes may
-// be read before this returns.
-__device__ __forceinline__ void wait_for_kernel_before() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-// The next kernel in the stream, if launched so, may start and wait.
-__device__ __forceinline__ void let_next_kernel_start() {
-  asm volatile("griddepcontrol.launch_dependents;");
-}
-
 // The two elements of a packed register, the lower column first.
 template <class Element>
 __device__ __forceinline__ float2 unpack_two(uint32_t packed);

@@ -58,10 +58,9 @@ struct Fp8Producer : ProducerLoop<T, Fp8Producer<T>> {
       if (this->lane == 0) {
         this->shared.v_raw_scale[stage] = scale;
         mbarrier_arrive_expect_bytes(&this->shared.v_raw_full[stage], T::kValueBytes);
-        this->template copy_panels<typename T::ValuePanel>(
-            this->params.v, &this->shared.v_raw_full[stage], this->kReadOften,
-            this->shared.v_raw[stage], T::kBlockN, tile.k_base + n * T::kBlockN, tile.head_kv,
-            tile.k_batch);
+        copy_panels<typename T::ValuePanel>(
+            this->params.v, &this->shared.v_raw_full[stage], kReadOften, this->shared.v_raw[stage],
+            T::kBlockN, tile.k_base + n * T::kBlockN, tile.head_kv, tile.k_batch);
       }
       __syncwarp();
       raw_ring.advance();
@@ -74,7 +73,7 @@ struct Fp8Producer : ProducerLoop<T, Fp8Producer<T>> {
         const int first = ragged ? tile.k_base / T::kBlockN + sequence_of_tile()
                                  : sequence_of_tile() * this->params.v_blocks;
         mbarrier_arrive_expect_bytes(&this->shared.v_full[stage], T::kValueBytes);
-        cute::SM90_TMA_LOAD_4D::copy(&this->params.v, &this->shared.v_full[stage], this->kReadOften,
+        cute::SM90_TMA_LOAD_4D::copy(&this->params.v, &this->shared.v_full[stage], kReadOften,
                                      this->shared.v[stage], 0, 0, tile.head_kv, first + n);
       }
       __syncwarp();

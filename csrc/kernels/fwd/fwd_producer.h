@@ -1,8 +1,7 @@
 // The producer warp: brings Q, K and V of one tile after the other into shared memory by TMA.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
+#include "kernels/common/panel_copy.h"
 #include "kernels/fwd/fwd_tail.h"
 
 namespace flash_attn3 {
@@ -20,24 +19,9 @@ struct ProducerLoop {
   RingPosition<T::kValueStages> v_ring;
   RingPosition<T::kQueryStages> q_ring;
 
-  static constexpr uint64_t kReadOnce = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
-  static constexpr uint64_t kReadOften = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
-
   __device__ __forceinline__ Loads& loads() { return static_cast<Loads&>(*this); }
   // Before K of block n is asked for: by the whole warp.
   __device__ __forceinline__ void note_k(const TileInfo&, int /*n*/) {}
-
-  // One tile of `rows` rows as panels P, one copy each.
-  template <class P>
-  __device__ __forceinline__ void copy_panels(const CUtensorMap& map, uint64_t* barrier,
-                                              uint64_t hint, uint8_t* destination, int rows,
-                                              int row, int head, int batch) {
-#pragma unroll
-    for (int panel = 0; panel < P::kCount; ++panel) {
-      cute::SM90_TMA_LOAD_4D::copy(&map, barrier, hint, destination + panel * rows * P::kBytes,
-                                   panel * P::kWidth, row, head, batch);
-    }
-  }
 
   __device__ __forceinline__ void load_q(const TileInfo& tile) {
 #pragma unroll 1
@@ -132,9 +116,9 @@ struct FwdProducer : ProducerLoop<T, FwdProducer<T>> {
       uint64_t* barrier = has_tail<T::kBlockN>(this->params, tile, n) ? &this->shared.v_tail[stage]
                                                                       : &this->shared.v_full[stage];
       mbarrier_arrive_expect_bytes(barrier, T::kValueBytes);
-      this->template copy_panels<typename T::ValuePanel>(
-          this->params.v, barrier, this->kReadOften, this->shared.v[stage], T::kBlockN,
-          tile.k_base + n * T::kBlockN, tile.head_kv, tile.k_batch);
+      copy_panels<typename T::ValuePanel>(this->params.v, barrier, kReadOften,
+                                          this->shared.v[stage], T::kBlockN,
+                                          tile.k_base + n * T::kBlockN, tile.head_kv, tile.k_batch);
     }
     __syncwarp();
     this->v_ring.advance();
