@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels/attn/query_range.h"
+#include "kernels/attn/tile_order.h"
 #include "kernels/bwd/bwd_params.h"
 #include "kernels/bwd/bwd_traits.h"
 
@@ -17,56 +18,34 @@ struct BwdScheduler {
   typename T::SharedMemory& shared;
   int lane;
 
-  // 32 neighbouring sequences of the ragged plan, one a lane: tiles first <= t < end, KV heads
-  // counted. Tile numbers only grow, so the window only moves on.
-  int window = -32;
-  int first = 0;
-  int end = 0;
-
-  // Moves the window to the sequence that holds this tile, and gives its lane; -1 where none does,
-  // which only overlapping sequences bring about.
-  __device__ __forceinline__ int find_lane(int tile) {
-    const int32_t* first_tile = params.plan + BwdTileOrder::kHeader + params.batch;
-    for (;;) {
-      const unsigned holder = __ballot_sync(0xffffffffu, first <= tile && tile < end);
-      if (holder != 0) return __ffs(holder) - 1;
-      window += 32;
-      if (window >= params.batch) return -1;
-      const int index = smaller(window + lane, params.batch - 1);
-      first = first_tile[index] * params.heads_kv;
-      end = first_tile[index + 1] * params.heads_kv;
-    }
-  }
+  PlanWindow window;
 
   // Lane 0 writes the tile's slot; false where there is no such tile.
   __device__ __forceinline__ bool write_tile(int tile, BwdTile& info) {
     const bool ragged = params.cu_seqlens_k != nullptr;
     int holder = 0;
     if (ragged) {
-      holder = find_lane(tile);
-      if (holder < 0) return false;
+      holder = window.find_lane(params.plan + BwdTileOrder::kHeader + params.batch, params.batch,
+                                params.heads_kv, lane, tile, [] {});
+      if (holder < 0) return false;  // only overlapping sequences bring that about
     }
-    const int first_tile = __shfl_sync(0xffffffffu, first, holder);
-    const int end_tile = __shfl_sync(0xffffffffu, end, holder);
+    const int first_tile = __shfl_sync(0xffffffffu, window.first, holder);
+    const int end_tile = __shfl_sync(0xffffffffu, window.end, holder);
     if (lane == 0) {
       int sequence, n;
       if (ragged) {
-        sequence = params.plan[BwdTileOrder::kHeader + smaller(window + holder, params.batch - 1)];
+        sequence =
+            params.plan[BwdTileOrder::kHeader + smaller(window.at + holder, params.batch - 1)];
         const int tiles = (end_tile - first_tile) / params.heads_kv;
         const int within = tile - first_tile;
         info.head_kv = within / tiles;
         n = within % tiles;
       } else {
-        const int per_section = params.section_pairs * params.k_tiles;
-        const int section = tile / per_section;
-        const int first_pair = section * params.section_pairs;
-        const int pairs =
-            smaller(params.section_pairs, params.batch * params.heads_kv - first_pair);
-        const int within = tile - section * per_section;
-        const int pair = first_pair + within % pairs;
-        n = within / pairs;
-        sequence = pair / params.heads_kv;
-        info.head_kv = pair - sequence * params.heads_kv;
+        const DenseTile dense =
+            dense_tile(tile, params.k_tiles, params.section_pairs, params.batch * params.heads_kv);
+        n = dense.nth;
+        sequence = dense.pair / params.heads_kv;
+        info.head_kv = dense.pair - sequence * params.heads_kv;
       }
       fill_tile(sequence, n, info);
     }

@@ -1,6 +1,7 @@
 // The scheduler warp: decides which tile this CTA computes next and writes it into a ring of slots.
 #pragma once
 
+#include "kernels/attn/tile_order.h"
 #include "kernels/fwd/fwd_params.h"
 #include "kernels/fwd/fwd_traits.h"
 
@@ -32,12 +33,9 @@ struct FwdScheduler {
   int lane;
   int round = 0;  // of the static order
 
-  // 32 neighbouring sequences of the ragged plan, one a lane: tiles first <= t < end, all heads
-  // counted. Tile numbers only grow, so the window only moves on; each CTA reads the plan once.
-  // What else is known of the sequences lies in shared memory, since this warp has few registers.
-  int window = -32;
-  int first = 0;
-  int end = 0;
+  // Each CTA reads the plan once. What else is known of the window's sequences lies in shared
+  // memory, since this warp has few registers.
+  PlanWindow window;
   bool spans_known = false;
 
   __device__ __forceinline__ int fetch_tile() {
@@ -64,25 +62,9 @@ struct FwdScheduler {
                          params.total_k);
   }
 
-  // Moves the window to the sequence that holds this tile, and gives its lane; -1 where none does,
-  // which only overlapping sequences bring about.
-  __device__ __forceinline__ int find_lane(int tile) {
-    const int32_t* first_tile = params.workspace + RaggedPlan::kHeader + params.batch;
-    for (;;) {
-      const unsigned holder = __ballot_sync(0xffffffffu, first <= tile && tile < end);
-      if (holder != 0) return __ffs(holder) - 1;
-      window += 32;
-      if (window >= params.batch) return -1;
-      const int index = smaller(window + lane, params.batch - 1);
-      first = first_tile[index] * params.heads;
-      end = first_tile[index + 1] * params.heads;
-      spans_known = false;
-    }
-  }
-
   __device__ __forceinline__ void know_spans() {
     if (spans_known) return;
-    const int index = smaller(window + lane, params.batch - 1);
+    const int index = smaller(window.at + lane, params.batch - 1);
     const int sequence = params.workspace[RaggedPlan::kHeader + index];
     shared.window[lane] = {q_span(sequence), k_span(sequence)};
     if constexpr (T::kScaled) shared.window_sequence[lane] = sequence;
@@ -95,12 +77,13 @@ struct FwdScheduler {
     TileInfo& info = shared.tiles[slot];
     int holder = 0;
     if (params.order == TileOrder::kRagged) {
-      holder = find_lane(tile);
-      if (holder < 0) return false;
+      holder = window.find_lane(params.workspace + RaggedPlan::kHeader + params.batch, params.batch,
+                                params.heads, lane, tile, [this] { spans_known = false; });
+      if (holder < 0) return false;  // only overlapping sequences bring that about
       know_spans();
     }
-    const int first_tile = __shfl_sync(0xffffffffu, first, holder);
-    const int end_tile = __shfl_sync(0xffffffffu, end, holder);
+    const int first_tile = __shfl_sync(0xffffffffu, window.first, holder);
+    const int end_tile = __shfl_sync(0xffffffffu, window.end, holder);
     if (lane == 0) {
       int q_tile;
       PlannedSequence sequence;
@@ -114,15 +97,11 @@ struct FwdScheduler {
         info.head = within / q_tiles;
         q_tile = q_tiles - 1 - within % q_tiles;
       } else {
-        const int per_section = params.section_pairs * params.q_tiles;
-        const int section = tile / per_section;
-        const int first_pair = section * params.section_pairs;
-        const int pairs = smaller(params.section_pairs, params.batch * params.heads - first_pair);
-        const int within = tile - section * per_section;
-        const int pair = first_pair + within % pairs;
-        q_tile = params.q_tiles - 1 - within / pairs;
-        const int batch = pair / params.heads;
-        info.head = pair - batch * params.heads;
+        const DenseTile dense =
+            dense_tile(tile, params.q_tiles, params.section_pairs, params.batch * params.heads);
+        q_tile = params.q_tiles - 1 - dense.nth;
+        const int batch = dense.pair / params.heads;
+        info.head = dense.pair - batch * params.heads;
         sequence = {q_span(batch), k_span(batch)};
         if constexpr (T::kScaled) shared.scales[slot].sequence = batch;
       }
