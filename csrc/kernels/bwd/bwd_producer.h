@@ -10,7 +10,7 @@
 #include "kernels/bwd/bwd_params.h"
 #include "kernels/bwd/bwd_traits.h"
 #include "kernels/common/memory.h"
-#include "kernels/common/panel_copy.h"
+#include "kernels/common/panels.h"
 
 namespace flash_attn3 {
 
@@ -140,15 +140,7 @@ struct BwdTail {
 
   template <int kColumns, int kRows>
   __device__ __forceinline__ void clear(uint8_t* tile, int valid_rows, uint64_t* full) {
-    using P = Panel<kColumns>;
-#pragma unroll 1
-    for (int panel = 0; panel < P::kCount; ++panel) {
-      uint8_t* rows = tile + panel * kRows * P::kBytes;
-#pragma unroll 1
-      for (int at = valid_rows * P::kBytes + lane * 16; at < kRows * P::kBytes; at += 32 * 16) {
-        *reinterpret_cast<uint4*>(rows + at) = make_uint4(0, 0, 0, 0);
-      }
-    }
+    clear_panel_rows<Panel<kColumns>>(tile, kRows, valid_rows, kRows, lane);
     // Each lane's zeros are to be seen by wgmma before consumers learn of the tile.
     fence_shared_to_async_proxy();
     __syncwarp();

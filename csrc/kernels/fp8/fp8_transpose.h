@@ -38,16 +38,8 @@ struct Fp8Transposer {
 
   // This warp's keys that lie past the end become 0: they may hold NaN, and P = 0 times NaN is NaN.
   __device__ __forceinline__ void clear_rows(uint8_t* raw, int valid_keys) {
-    const int first = larger(valid_keys, part * kKeysPerWarp);
-#pragma unroll 1
-    for (int panel = 0; panel < P::kCount; ++panel) {
-      uint8_t* rows = raw + panel * T::kBlockN * P::kBytes;
-#pragma unroll 1
-      for (int at = first * P::kBytes + lane * 16; at < (part + 1) * kKeysPerWarp * P::kBytes;
-           at += 32 * 16) {
-        *reinterpret_cast<uint4*>(rows + at) = make_uint4(0, 0, 0, 0);
-      }
-    }
+    clear_panel_rows<P>(raw, T::kBlockN, larger(valid_keys, part * kKeysPerWarp),
+                        (part + 1) * kKeysPerWarp, lane);
     __syncwarp();
   }
 

@@ -1,7 +1,7 @@
 // The producer warp: brings Q, K and V of one tile after the other into shared memory by TMA.
 #pragma once
 
-#include "kernels/common/panel_copy.h"
+#include "kernels/common/panels.h"
 #include "kernels/fwd/fwd_tail.h"
 
 namespace flash_attn3 {

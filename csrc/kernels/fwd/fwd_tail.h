@@ -6,6 +6,7 @@
 // the producer goes on with the next tile meanwhile.
 #pragma once
 
+#include "kernels/common/panels.h"
 #include "kernels/fwd/fwd_params.h"
 #include "kernels/fwd/fwd_traits.h"
 
@@ -25,14 +26,8 @@ struct FwdTail {
   int lane;
 
   __device__ __forceinline__ void clear(int stage, int valid_rows) {
-    using P = typename T::ValuePanel;
-    for (int panel = 0; panel < P::kCount; ++panel) {
-      uint8_t* rows = shared.v[stage] + panel * T::kBlockN * P::kBytes;
-      for (int at = valid_rows * P::kBytes + lane * 16; at < T::kBlockN * P::kBytes;
-           at += 32 * 16) {
-        *reinterpret_cast<uint4*>(rows + at) = make_uint4(0, 0, 0, 0);
-      }
-    }
+    clear_panel_rows<typename T::ValuePanel>(shared.v[stage], T::kBlockN, valid_rows, T::kBlockN,
+                                             lane);
     // Each lane's zeros are to be seen by wgmma before consumers learn of the block.
     fence_shared_to_async_proxy();
     __syncwarp();

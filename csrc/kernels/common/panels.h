@@ -1,4 +1,4 @@
-// Tiles from global to shared memory by the copy engine.
+// Tiles of panels in shared memory: brought by the copy engine, and their rows cleared.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -20,6 +20,20 @@ __device__ __forceinline__ void copy_panels(const CUtensorMap& map, uint64_t* ba
   for (int panel = 0; panel < P::kCount; ++panel) {
     cute::SM90_TMA_LOAD_4D::copy(&map, barrier, hint, destination + panel * rows * P::kBytes,
                                  panel * P::kWidth, row, head, batch);
+  }
+}
+
+// Rows first <= row < end of a tile of `rows` rows become 0, by one warp.
+template <class P>
+__device__ __forceinline__ void clear_panel_rows(uint8_t* tile, int rows, int first, int end,
+                                                 int lane) {
+#pragma unroll 1
+  for (int panel = 0; panel < P::kCount; ++panel) {
+    uint8_t* of_panel = tile + panel * rows * P::kBytes;
+#pragma unroll 1
+    for (int at = first * P::kBytes + lane * 16; at < end * P::kBytes; at += 32 * 16) {
+      *reinterpret_cast<uint4*>(of_panel + at) = make_uint4(0, 0, 0, 0);
+    }
   }
 }
 
