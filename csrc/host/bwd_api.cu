@@ -5,12 +5,11 @@
 
 #include "host/bwd_config.h"
 #include "host/bwd_dispatch.h"
+#include "host/call_fields.h"
+#include "host/compiled.h"
 
 namespace flash_attn3 {
 namespace {
-
-bool is_ragged_q(const BwdParams& in) { return in.cu_seqlens_q != nullptr; }
-bool is_ragged_k(const BwdParams& in) { return in.cu_seqlens_k != nullptr; }
 
 int64_t q_tiles_of(const BwdParams& in, int tile_m) {
   if (is_ragged_q(in)) return in.total_q / tile_m + in.batch;
@@ -43,23 +42,13 @@ Status check_tensors(const BwdParams& in) {
 }
 
 Status check_sizes(const BwdParams& in) {
-  if (in.batch < 1 || in.heads < 1 || in.heads_kv < 1 || in.heads % in.heads_kv != 0) {
-    return Status::invalid("batch and heads must be positive, and heads_kv must divide heads.");
-  }
-  for (const int32_t d : {in.head_dim, in.head_dim_v}) {
-    if (d < 8 || d > 256 || d % 8 != 0) {
-      return Status::invalid("head dims must be multiples of 8 from 8 to 256, not " +
-                             std::to_string(d) + ".");
-    }
-  }
-  const int64_t rows_q = is_ragged_q(in) ? in.total_q : in.max_seqlen_q;
-  const int64_t rows_k = is_ragged_k(in) ? in.total_k : in.max_seqlen_k;
-  if (rows_q < 1 || rows_k < 1 || rows_q > kMostRows || rows_k > kMostRows) {
-    return Status::invalid("q and k must have between 1 and 2^30 rows.");
-  }
+  const Status status = check_shape(in);
+  if (!status.ok()) return status;
   // Tiles of 64 rows are counted in 32 bits.
-  const double tiles_q = (double(rows_q) / 64 + 1) * (is_ragged_q(in) ? 1.0 : in.batch) + in.batch;
-  const double tiles_k = (double(rows_k) / 64 + 1) * (is_ragged_k(in) ? 1.0 : in.batch) + in.batch;
+  const double tiles_q =
+      (double(rows_of_q(in)) / 64 + 1) * (is_ragged_q(in) ? 1.0 : in.batch) + in.batch;
+  const double tiles_k =
+      (double(rows_of_k(in)) / 64 + 1) * (is_ragged_k(in) ? 1.0 : in.batch) + in.batch;
   if (tiles_q * in.heads >= double(1 << 30) || tiles_k * in.heads_kv >= double(1 << 30)) {
     return Status::invalid("there are too many rows times heads for one call.");
   }
@@ -69,20 +58,16 @@ Status check_sizes(const BwdParams& in) {
 
 using Launch = Status (*)(const BwdParams&, const DeviceInfo&, cudaStream_t, BwdPlan*);
 
-struct CompiledKernel {
-  DType dtype;
-  int head_dim, head_dim_v;
+struct CompiledBwd : CompiledKernel<Launch> {
   int tile_m;
-  Launch launch;
 };
 
 template <int kHeadDim, int kHeadDimV>
-constexpr CompiledKernel compiled(DType dtype, Launch launch) {
-  return {dtype, kHeadDim, kHeadDimV, BwdScheduleOf<kHeadDim, kHeadDimV>::Type::kBlockM, launch};
+constexpr CompiledBwd compiled(DType dtype, Launch launch) {
+  return {{dtype, kHeadDim, kHeadDimV, launch}, BwdScheduleOf<kHeadDim, kHeadDimV>::Type::kBlockM};
 }
 
-// In order of growing cost: the first that holds a call's head dims runs it.
-const CompiledKernel kCompiled[] = {
+const CompiledBwd kCompiled[] = {
 #if FLASH_ATTN3_HAS_BWD_BF16_D64
     compiled<64, 64>(DType::kBFloat16, launch_bwd_bf16_d64),
 #endif
@@ -119,16 +104,10 @@ const CompiledKernel kCompiled[] = {
 #if FLASH_ATTN3_HAS_BWD_FP16_D256
     compiled<256, 256>(DType::kFloat16, launch_bwd_fp16_d256),
 #endif
-    {DType::kFloat16, 0, 0, 0, nullptr}};
+    {{DType::kFloat16, 0, 0, nullptr}, 0}};
 
-const CompiledKernel* find_kernel(const BwdParams& in) {
-  for (const CompiledKernel& kernel : kCompiled) {
-    if (kernel.launch != nullptr && kernel.dtype == in.dtype && kernel.head_dim >= in.head_dim &&
-        kernel.head_dim_v >= in.head_dim_v) {
-      return &kernel;
-    }
-  }
-  return nullptr;
+const CompiledBwd* kernel_of(const BwdParams& in) {
+  return find_kernel(kCompiled, in.dtype, in.head_dim, in.head_dim_v);
 }
 
 Status run(const BwdParams* in, cudaStream_t stream, BwdPlan* plan) {
@@ -139,20 +118,11 @@ Status run(const BwdParams* in, cudaStream_t stream, BwdPlan* plan) {
   if (in->lse == nullptr || in->workspace == nullptr) {
     return Status::invalid("lse and workspace must not be null.");
   }
-  DeviceInfo info;
-  status = device_info(in->device, &info);
-  if (status.ok()) status = check_device(in->device, info);
-  if (!status.ok()) return status;
-  const CompiledKernel* kernel = find_kernel(*in);
-  if (kernel == nullptr) {
-    return Status::not_compiled(
-        std::string("This build has no backward kernel for ") + dtype_name(in->dtype) +
-        " with head dims (" + std::to_string(in->head_dim) + ", " + std::to_string(in->head_dim_v) +
-        "); it has " + flash_attn3_build_info() + ".");
-  }
-  const DeviceScope scope(in->device);
-  if (scope.error() != cudaSuccess) return cuda_status("choosing the device", scope.error());
-  return kernel->launch(*in, info, stream, plan);
+  return on_device(in->device, [&](const DeviceInfo& device) {
+    const CompiledBwd* kernel = kernel_of(*in);
+    return kernel != nullptr ? kernel->launch(*in, device, stream, plan)
+                             : no_kernel("backward", in->dtype, in->head_dim, in->head_dim_v);
+  });
 }
 
 // Pairs of batch and KV head whose tiles take turns.
@@ -199,17 +169,12 @@ BwdWorkspace bwd_workspace(const BwdParams& in, int tile_m, int compiled_head_di
 
 void fill_bwd_params(const BwdParams& in, const DeviceInfo& device, int tile_m, int tile_n,
                      int compiled_head_dim, BwdKernelParams* out) {
-  out->out = in.out;
+  fill_call_fields(in, out);
   out->dout_data = in.dout;
-  out->lse = in.lse;
   out->dlse = in.dlse;
   out->dq = in.dq;
   out->dk = in.dk;
   out->dv = in.dv;
-  out->cu_seqlens_q = in.cu_seqlens_q;
-  out->cu_seqlens_k = in.cu_seqlens_k;
-  out->seqused_q = in.seqused_q;
-  out->seqused_k = in.seqused_k;
 
   const BwdWorkspace parts = bwd_workspace(in, tile_m, compiled_head_dim);
   char* at = static_cast<char*>(in.workspace);
@@ -220,27 +185,13 @@ void fill_bwd_params(const BwdParams& in, const DeviceInfo& device, int tile_m, 
                    ? nullptr
                    : reinterpret_cast<int32_t*>(at + parts.plan + parts.rows + parts.dq_sum);
 
-  out->out_strides = in.out_strides;
   out->dout_strides = in.dout_strides;
   out->dq_strides = in.dq_strides;
   out->dk_strides = in.dk_strides;
   out->dv_strides = in.dv_strides;
-  out->lse_batch_stride = is_ragged_q(in) ? 0 : int64_t(in.heads) * in.max_seqlen_q;
-  out->lse_head_stride = is_ragged_q(in) ? in.total_q : in.max_seqlen_q;
-  out->batch = in.batch;
-  out->seqlen_q = in.max_seqlen_q;
-  out->seqlen_k = in.max_seqlen_k;
-  out->total_q = int32_t(in.total_q);
-  out->total_k = int32_t(in.total_k);
-  out->heads = in.heads;
   out->heads_kv = in.heads_kv;
-  out->group = in.heads / in.heads_kv;
   out->head_dim = in.head_dim;
-  out->head_dim_v = in.head_dim_v;
-  out->mask = {bounded_window(in.window_left), bounded_window(in.window_right),
-               in.attention_chunk > 0 ? smaller(in.attention_chunk, kLongestWindow) : 0};
 
-  constexpr float kLog2E = 1.4426950408889634f;
   out->scale = in.softmax_scale;
   out->scale_log2 = in.softmax_scale * kLog2E;
   out->tanh_factor = 0.0f;
@@ -266,18 +217,10 @@ void fill_bwd_params(const BwdParams& in, const DeviceInfo& device, int tile_m, 
 }
 
 int bwd_grid(const BwdParams& in, const DeviceInfo& device, const BwdKernelParams& params) {
-  const int sms = larger(1, device.sms - larger(0, in.sm_margin));
-  return is_ragged_k(in) ? sms : smaller(sms, larger(1, params.tiles));
+  return persistent_grid(in, device, is_ragged_k(in), params.tiles);
 }
 
-std::string bwd_kernel_list() {
-  std::string text;
-  for (const CompiledKernel& kernel : kCompiled) {
-    if (kernel.launch == nullptr) break;
-    text += kernel_entry(kernel.dtype, kernel.head_dim, kernel.head_dim_v);
-  }
-  return text;
-}
+std::string bwd_kernel_list() { return list_kernels(kCompiled); }
 
 }  // namespace flash_attn3
 
@@ -298,7 +241,7 @@ int flash_attn3_bwd_plan(const BwdParams* params, BwdPlan* plan, char* message,
 
 int64_t flash_attn3_bwd_workspace_bytes(const BwdParams* params) {
   if (params == nullptr || !check_sizes(*params).ok()) return 0;
-  const CompiledKernel* kernel = find_kernel(*params);
+  const CompiledBwd* kernel = kernel_of(*params);
   if (kernel == nullptr) return 0;
   return bwd_workspace(*params, kernel->tile_m, kernel->head_dim).total();
 }

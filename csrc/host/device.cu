@@ -12,6 +12,8 @@ Status cuda_status(const char* doing, cudaError_t error) {
   return Status::cuda(std::string("CUDA error while ") + doing + ": " + cudaGetErrorString(error));
 }
 
+namespace {
+
 // Asked once per device; several threads may ask at a time.
 Status device_info(int device, DeviceInfo* info) {
   static DeviceInfo cache[kMaxDevices];
@@ -40,11 +42,14 @@ Status device_info(int device, DeviceInfo* info) {
   return {};
 }
 
-Status check_device(int device, const DeviceInfo& info) {
-  if (info.major == 9 && info.minor == 0) return {};
+}  // namespace
+
+Status hopper_device(int device, DeviceInfo* info) {
+  const Status status = device_info(device, info);
+  if (!status.ok() || (info->major == 9 && info->minor == 0)) return status;
   return Status::not_compiled("These kernels need compute capability 9.0 (H100, H200); device " +
-                              std::to_string(device) + " has " + std::to_string(info.major) + "." +
-                              std::to_string(info.minor) + ".");
+                              std::to_string(device) + " has " + std::to_string(info->major) + "." +
+                              std::to_string(info->minor) + ".");
 }
 
 DeviceScope::DeviceScope(int device) {
@@ -61,11 +66,6 @@ DeviceScope::~DeviceScope() {
 
 const char* dtype_name(DType dtype) {
   return dtype == DType::kBFloat16 ? "bf16" : dtype == DType::kFloat16 ? "fp16" : "e4m3";
-}
-
-std::string kernel_entry(DType dtype, int head_dim, int head_dim_v) {
-  return std::string(" ") + dtype_name(dtype) + " (" + std::to_string(head_dim) + "," +
-         std::to_string(head_dim_v) + ")";
 }
 
 int32_t bounded_window(int32_t window) {

@@ -22,10 +22,8 @@ struct DeviceInfo {
   int64_t l2_bytes = 0;
 };
 
-Status device_info(int device, DeviceInfo* info);
-
-// Refuses a device that these kernels were not compiled for.
-Status check_device(int device, const DeviceInfo& info);
+// The device's size, or why these kernels do not run on it.
+Status hopper_device(int device, DeviceInfo* info);
 
 Status cuda_status(const char* doing, cudaError_t error);
 
@@ -42,10 +40,18 @@ class DeviceScope {
   cudaError_t error_;
 };
 
-const char* dtype_name(DType dtype);
+// work(DeviceInfo) with the device current, or why that can't be.
+template <class Work>
+Status on_device(int device, const Work& work) {
+  DeviceInfo info;
+  const Status status = hopper_device(device, &info);
+  if (!status.ok()) return status;
+  const DeviceScope scope(device);
+  if (scope.error() != cudaSuccess) return cuda_status("choosing the device", scope.error());
+  return work(info);
+}
 
-// " bf16 (64,64)": an entry of flash_attn3_build_info().
-std::string kernel_entry(DType dtype, int head_dim, int head_dim_v);
+const char* dtype_name(DType dtype);
 
 // -1 (unlimited) or what can be added to a position.
 int32_t bounded_window(int32_t window);

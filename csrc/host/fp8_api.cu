@@ -1,32 +1,27 @@
 // The e4m3 forward's half of the C interface: checks and choice of the instantiation.
+#include "host/compiled.h"
 #include "host/fp8_dispatch.h"
 #include "kernels/fp8/value_layout.h"
 
 namespace flash_attn3 {
 namespace {
 
-using Launch = Status (*)(const Fp8Params&, const FwdContext&, cudaStream_t, FwdPlan*);
+using Launch = Status (*)(const Fp8Params&, const DeviceInfo&, cudaStream_t, FwdPlan*);
 
-struct CompiledKernel {
-  int head_dim, head_dim_v;
-  Launch launch;
-};
-
-// In order of growing cost: the first that holds a call's head dims runs it.
-const CompiledKernel kCompiled[] = {
+const CompiledKernel<Launch> kCompiled[] = {
 #if FLASH_ATTN3_HAS_FWD_E4M3_D64
-    {64, 64, launch_fwd_e4m3_d64},
+    {DType::kE4M3, 64, 64, launch_fwd_e4m3_d64},
 #endif
 #if FLASH_ATTN3_HAS_FWD_E4M3_D128
-    {128, 128, launch_fwd_e4m3_d128},
+    {DType::kE4M3, 128, 128, launch_fwd_e4m3_d128},
 #endif
 #if FLASH_ATTN3_HAS_FWD_E4M3_D192_128
-    {192, 128, launch_fwd_e4m3_d192_128},
+    {DType::kE4M3, 192, 128, launch_fwd_e4m3_d192_128},
 #endif
 #if FLASH_ATTN3_HAS_FWD_E4M3_D256
-    {256, 256, launch_fwd_e4m3_d256},
+    {DType::kE4M3, 256, 256, launch_fwd_e4m3_d256},
 #endif
-    {0, 0, nullptr}};
+    {DType::kE4M3, 0, 0, nullptr}};
 
 Status check_scale(const char* name, const Fp8Scale& scale, bool is_query) {
   const int32_t rows = scale.block_rows;
@@ -54,34 +49,21 @@ Status check_fp8(const Fp8Params& in) {
 
 Status run(const Fp8Params* in, cudaStream_t stream, FwdPlan* plan) {
   if (in == nullptr) return Status::invalid("params must not be null.");
-  Status status = check_fp8(*in);
-  FwdContext context;
-  if (status.ok()) status = hopper_context(in->fwd.device, &context);
+  const Status status = check_fp8(*in);
   if (!status.ok()) return status;
-  for (const CompiledKernel& kernel : kCompiled) {
-    if (kernel.launch == nullptr || kernel.head_dim < in->fwd.head_dim ||
-        kernel.head_dim_v < in->fwd.head_dim_v) {
-      continue;
-    }
-    const DeviceScope scope(in->fwd.device);
-    if (scope.error() != cudaSuccess) return cuda_status("choosing the device", scope.error());
-    return kernel.launch(*in, context, stream, plan);
-  }
-  return Status::not_compiled("This build has no e4m3 forward kernel for head dims (" +
-                              std::to_string(in->fwd.head_dim) + ", " +
-                              std::to_string(in->fwd.head_dim_v) + ").");
+  return on_device(in->fwd.device, [&](const DeviceInfo& device) {
+    const int head_dim = in->fwd.head_dim, head_dim_v = in->fwd.head_dim_v;
+    const auto* kernel = find_kernel(kCompiled, DType::kE4M3, head_dim, head_dim_v);
+    if (kernel != nullptr) return kernel->launch(*in, device, stream, plan);
+    return Status::not_compiled("This build has no e4m3 forward kernel for head dims (" +
+                                std::to_string(head_dim) + ", " + std::to_string(head_dim_v) +
+                                ").");
+  });
 }
 
 }  // namespace
 
-std::string compiled_e4m3() {
-  std::string text;
-  for (const CompiledKernel& kernel : kCompiled) {
-    if (kernel.launch == nullptr) break;
-    text += kernel_entry(DType::kE4M3, kernel.head_dim, kernel.head_dim_v);
-  }
-  return text;
-}
+std::string compiled_e4m3() { return list_kernels(kCompiled); }
 
 }  // namespace flash_attn3
 

@@ -7,7 +7,7 @@ namespace flash_attn3 {
 
 // plan != nullptr: only describe.
 #define FLASH_ATTN3_DECLARE_FWD(NAME) \
-  Status launch_fwd_##NAME(const Fp8Params&, const FwdContext&, cudaStream_t, FwdPlan* plan);
+  Status launch_fwd_##NAME(const Fp8Params&, const DeviceInfo&, cudaStream_t, FwdPlan* plan);
 FLASH_ATTN3_DECLARE_FWD(e4m3_d64)
 FLASH_ATTN3_DECLARE_FWD(e4m3_d128)
 FLASH_ATTN3_DECLARE_FWD(e4m3_d192_128)

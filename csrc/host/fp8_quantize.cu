@@ -85,15 +85,11 @@ cudaError_t launch_for(const QuantizeArgs& args, int64_t ctas, cudaStream_t stre
 
 // Checked, and the call's device made current for the time of `work`.
 template <class Work>
-Status on_device(const QuantizeParams* in, const Work& work) {
+Status checked(const QuantizeParams* in, const Work& work) {
   if (in == nullptr) return Status::invalid("params must not be null.");
-  Status status = check(*in);
-  FwdContext context;
-  if (status.ok()) status = hopper_context(in->device, &context);
+  const Status status = check(*in);
   if (!status.ok()) return status;
-  const DeviceScope scope(in->device);
-  if (scope.error() != cudaSuccess) return cuda_status("choosing the device", scope.error());
-  return work(*in);
+  return on_device(in->device, [&](const DeviceInfo&) { return work(*in); });
 }
 
 Status quantize(const QuantizeParams& in, cudaStream_t stream) {
@@ -140,11 +136,11 @@ using namespace flash_attn3;
 int flash_attn3_quantize(const QuantizeParams* params, cudaStream_t stream, char* message,
                          size_t message_size) {
   const auto work = [&](const QuantizeParams& in) { return quantize(in, stream); };
-  return report(on_device(params, work), message, message_size);
+  return report(checked(params, work), message, message_size);
 }
 
 int flash_attn3_mean(const QuantizeParams* params, float* mean_out, cudaStream_t stream,
                      char* message, size_t message_size) {
   const auto work = [&](const QuantizeParams& in) { return mean(in, mean_out, stream); };
-  return report(on_device(params, work), message, message_size);
+  return report(checked(params, work), message, message_size);
 }

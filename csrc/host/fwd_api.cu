@@ -4,7 +4,9 @@
 #include <string>
 
 #include "host/bwd_dispatch.h"
+#include "host/call_fields.h"
 #include "host/claim_counter.h"
+#include "host/compiled.h"
 #include "host/fp8_dispatch.h"
 #include "host/fwd_dispatch.h"
 #include "host/ragged_plan.h"
@@ -19,18 +21,9 @@ constexpr double kDynamicOrderMinimumFlops = 2.0e9;
 // Tiles of so many keys are short (FwdKernelParams::claim_ahead).
 constexpr int32_t kShortTileKeys = 1536;
 
-bool is_ragged_q(const FwdParams& in) { return in.cu_seqlens_q != nullptr; }
+using Launch = Status (*)(const FwdParams&, const DeviceInfo&, cudaStream_t, FwdPlan*);
 
-using Launch = Status (*)(const FwdParams&, const FwdContext&, cudaStream_t, FwdPlan*);
-
-struct CompiledKernel {
-  DType dtype;
-  int head_dim, head_dim_v;
-  Launch launch;
-};
-
-// In order of growing cost: the first that holds a call's head dims runs it.
-const CompiledKernel kCompiled[] = {
+const CompiledKernel<Launch> kCompiled[] = {
 #if FLASH_ATTN3_HAS_FWD_BF16_D64
     {DType::kBFloat16, 64, 64, launch_fwd_bf16_d64},
 #endif
@@ -71,54 +64,25 @@ const CompiledKernel kCompiled[] = {
 
 Status run(const FwdParams* in, cudaStream_t stream, FwdPlan* plan) {
   if (in == nullptr) return Status::invalid("params must not be null.");
-  Status status = check_fwd(*in);
-  FwdContext context;
-  if (status.ok()) status = hopper_context(in->device, &context);
+  const Status status = check_fwd(*in);
   if (!status.ok()) return status;
-  for (const CompiledKernel& kernel : kCompiled) {
-    if (kernel.launch == nullptr || kernel.dtype != in->dtype || kernel.head_dim < in->head_dim ||
-        kernel.head_dim_v < in->head_dim_v) {
-      continue;
-    }
-    const DeviceScope scope(in->device);
-    if (scope.error() != cudaSuccess) return cuda_status("choosing the device", scope.error());
-    return kernel.launch(*in, context, stream, plan);
-  }
-  return Status::not_compiled(std::string("This build has no forward kernel for ") +
-                              dtype_name(in->dtype) + " with head dims (" +
-                              std::to_string(in->head_dim) + ", " + std::to_string(in->head_dim_v) +
-                              "); it has " + flash_attn3_build_info() + ".");
+  return on_device(in->device, [&](const DeviceInfo& device) {
+    const auto* kernel = find_kernel(kCompiled, in->dtype, in->head_dim, in->head_dim_v);
+    return kernel != nullptr ? kernel->launch(*in, device, stream, plan)
+                             : no_kernel("forward", in->dtype, in->head_dim, in->head_dim_v);
+  });
 }
 
 }  // namespace
-
-Status hopper_context(int device, FwdContext* context) {
-  DeviceInfo info;
-  Status status = device_info(device, &info);
-  if (status.ok()) status = check_device(device, info);
-  *context = {info.sms, info.l2_bytes};
-  return status;
-}
 
 Status check_fwd(const FwdParams& in) {
   if (in.q == nullptr || in.k == nullptr || in.v == nullptr || in.out == nullptr ||
       in.lse == nullptr) {
     return Status::invalid("q, k, v, out and lse must not be null.");
   }
-  if (in.batch < 1 || in.heads < 1 || in.heads_kv < 1 || in.heads % in.heads_kv != 0) {
-    return Status::invalid("batch and heads must be positive, and heads_kv must divide heads.");
-  }
-  for (const int32_t d : {in.head_dim, in.head_dim_v}) {
-    if (d < 8 || d > 256 || d % 8 != 0) {
-      return Status::invalid("head dims must be multiples of 8 from 8 to 256, not " +
-                             std::to_string(d) + ".");
-    }
-  }
-  const int64_t rows_q = is_ragged_q(in) ? in.total_q : in.max_seqlen_q;
-  const int64_t rows_k = in.cu_seqlens_k != nullptr ? in.total_k : in.max_seqlen_k;
-  if (rows_q < 1 || rows_k < 1 || rows_q > kMostRows || rows_k > kMostRows) {
-    return Status::invalid("q and k must have between 1 and 2^30 rows.");
-  }
+  const Status status = check_shape(in);
+  if (!status.ok()) return status;
+  const int64_t rows_q = rows_of_q(in);
   // Tiles of 128 rows are counted in 32 bits.
   const double tiles =
       is_ragged_q(in) ? double(rows_q) / 128 + in.batch : (double(rows_q) / 128 + 1) * in.batch;
@@ -136,13 +100,12 @@ Status check_fwd(const FwdParams& in) {
 // batch and head at once would read every K and V from memory again for each tile; the tiles of a
 // section find them in L2. A quarter of L2 was best at every head dim, and less than two rounds of
 // all SMs ended unevenly.
-int32_t section_pairs(const FwdParams& in, const FwdContext& context, int32_t q_tiles) {
+int32_t section_pairs(const FwdParams& in, const DeviceInfo& device, int32_t q_tiles) {
   const double pairs = double(in.batch) * in.heads;
   const double element_bytes = in.dtype == DType::kE4M3 ? 1.0 : 2.0;
   const double pair_bytes =
       element_bytes * in.max_seqlen_k * (in.head_dim + in.head_dim_v) * in.heads_kv / in.heads;
-  const double wanted =
-      std::fmax(0.27 * context.l2_bytes / pair_bytes, 2.0 * context.sms / q_tiles);
+  const double wanted = std::fmax(0.27 * device.l2_bytes / pair_bytes, 2.0 * device.sms / q_tiles);
   // To the nearest power of two, which divides the usual numbers of heads.
   return int32_t(std::fmin(pairs, std::exp2(std::fmax(0.0, std::round(std::log2(wanted))))));
 }
@@ -154,31 +117,12 @@ bool wants_dynamic_order(const FwdParams& in) {
   return in.window_right >= 0 && flops >= kDynamicOrderMinimumFlops;
 }
 
-void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
+void fill_fwd_params(const FwdParams& in, const DeviceInfo& device, int tile_m,
                      FwdKernelParams* out) {
-  out->out = in.out;
-  out->lse = in.lse;
-  out->cu_seqlens_q = in.cu_seqlens_q;
-  out->cu_seqlens_k = in.cu_seqlens_k;
-  out->seqused_q = in.seqused_q;
-  out->seqused_k = in.seqused_k;
+  fill_call_fields(in, out);
   out->workspace = static_cast<int32_t*>(in.workspace);
-  out->out_strides = in.out_strides;
-  out->lse_batch_stride = is_ragged_q(in) ? 0 : int64_t(in.heads) * in.max_seqlen_q;
-  out->lse_head_stride = is_ragged_q(in) ? in.total_q : in.max_seqlen_q;
-  out->batch = in.batch;
-  out->seqlen_q = in.max_seqlen_q;
-  out->seqlen_k = in.max_seqlen_k;
-  out->total_q = int32_t(in.total_q);
-  out->total_k = int32_t(in.total_k);
-  out->heads = in.heads;
-  out->group = in.heads / in.heads_kv;
-  out->head_dim_v = in.head_dim_v;
-  out->mask = {bounded_window(in.window_left), bounded_window(in.window_right),
-               in.attention_chunk > 0 ? smaller(in.attention_chunk, kLongestWindow) : 0};
 
   // The kernel wants a positive scale, whose exponents it can compare with a row's reference.
-  constexpr float kLog2E = 1.4426950408889634f;
   float scale = in.softmax_scale;
   out->transform = ScoreTransform::kNone;
   out->transform_factor = 1.0f;
@@ -204,13 +148,12 @@ void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
                                 : in.max_seqlen_k;
   out->claim_ahead = tile_keys <= kShortTileKeys || in.max_seqlen_k <= kShortTileKeys ? 2 : 1;
   out->section_pairs = in.window_right >= 0 && out->order != TileOrder::kRagged
-                           ? section_pairs(in, context, out->q_tiles)
+                           ? section_pairs(in, device, out->q_tiles)
                            : 1;
 }
 
-int fwd_grid(const FwdParams& in, const FwdContext& context, const FwdKernelParams& params) {
-  const int sms = larger(1, context.sms - larger(0, in.sm_margin));
-  return params.order == TileOrder::kRagged ? sms : smaller(sms, larger(1, params.tiles));
+int fwd_grid(const FwdParams& in, const DeviceInfo& device, const FwdKernelParams& params) {
+  return persistent_grid(in, device, params.order == TileOrder::kRagged, params.tiles);
 }
 
 Status prepare_tile_order(const FwdParams& in, int tile_m, int grid, cudaStream_t stream,
@@ -257,11 +200,7 @@ const char* flash_attn3_build_info() {
     std::string text = "nvcc " + std::to_string(__CUDACC_VER_MAJOR__) + "." +
                        std::to_string(__CUDACC_VER_MINOR__) + "." +
                        std::to_string(__CUDACC_VER_BUILD__) + "; fwd:";
-    for (const CompiledKernel& kernel : kCompiled) {
-      if (kernel.launch == nullptr) break;
-      text += kernel_entry(kernel.dtype, kernel.head_dim, kernel.head_dim_v);
-    }
-    return text + compiled_e4m3() + "; bwd:" + bwd_kernel_list();
+    return text + list_kernels(kCompiled) + compiled_e4m3() + "; bwd:" + bwd_kernel_list();
   }();
   return info.c_str();
 }

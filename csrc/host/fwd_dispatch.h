@@ -9,25 +9,17 @@
 
 namespace flash_attn3 {
 
-struct FwdContext {
-  int sms;
-  int64_t l2_bytes;
-};
-
 // What is wrong with a call, whatever its dtype.
 Status check_fwd(const FwdParams& in);
-
-// The device's size, or why these kernels do not run on it.
-Status hopper_context(int device, FwdContext* context);
 
 // True where tiles are handed out by an atomic counter (dense calls).
 bool wants_dynamic_order(const FwdParams& in);
 
 // Everything but the tensor maps.
-void fill_fwd_params(const FwdParams& in, const FwdContext& context, int tile_m,
+void fill_fwd_params(const FwdParams& in, const DeviceInfo& device, int tile_m,
                      FwdKernelParams* out);
 
-int fwd_grid(const FwdParams& in, const FwdContext& context, const FwdKernelParams& params);
+int fwd_grid(const FwdParams& in, const DeviceInfo& device, const FwdKernelParams& params);
 
 // Queues what the kernel expects in its workspace, and gives it a counter for its tiles.
 Status prepare_tile_order(const FwdParams& in, int tile_m, int grid, cudaStream_t stream,
@@ -35,7 +27,7 @@ Status prepare_tile_order(const FwdParams& in, int tile_m, int grid, cudaStream_
 
 // plan != nullptr: only describe.
 #define FLASH_ATTN3_DECLARE_FWD(NAME) \
-  Status launch_fwd_##NAME(const FwdParams&, const FwdContext&, cudaStream_t, FwdPlan* plan);
+  Status launch_fwd_##NAME(const FwdParams&, const DeviceInfo&, cudaStream_t, FwdPlan* plan);
 FLASH_ATTN3_DECLARE_FWD(bf16_d64)
 FLASH_ATTN3_DECLARE_FWD(bf16_d96)
 FLASH_ATTN3_DECLARE_FWD(bf16_d128)

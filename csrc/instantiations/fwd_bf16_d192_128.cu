@@ -2,9 +2,9 @@
 
 namespace flash_attn3 {
 
-Status launch_fwd_bf16_d192_128(const FwdParams& params, const FwdContext& context,
+Status launch_fwd_bf16_d192_128(const FwdParams& params, const DeviceInfo& device,
                                 cudaStream_t stream, FwdPlan* plan) {
-  return launch_fwd_of<__nv_bfloat16, 192, 128>(params, context, stream, plan);
+  return launch_fwd_of<__nv_bfloat16, 192, 128>(params, device, stream, plan);
 }
 
 }  // namespace flash_attn3

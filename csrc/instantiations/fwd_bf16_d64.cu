@@ -3,9 +3,9 @@
 
 namespace flash_attn3 {
 
-Status launch_fwd_bf16_d64(const FwdParams& params, const FwdContext& context, cudaStream_t stream,
+Status launch_fwd_bf16_d64(const FwdParams& params, const DeviceInfo& device, cudaStream_t stream,
                            FwdPlan* plan) {
-  return launch_fwd_of<__nv_bfloat16, 64, 64>(params, context, stream, plan);
+  return launch_fwd_of<__nv_bfloat16, 64, 64>(params, device, stream, plan);
 }
 
 }  // namespace flash_attn3

@@ -3,9 +3,9 @@
 
 namespace flash_attn3 {
 
-Status launch_fwd_e4m3_d192_128(const Fp8Params& params, const FwdContext& context,
+Status launch_fwd_e4m3_d192_128(const Fp8Params& params, const DeviceInfo& device,
                                 cudaStream_t stream, FwdPlan* plan) {
-  return launch_fp8_of<192, 128>(params, context, stream, plan);
+  return launch_fp8_of<192, 128>(params, device, stream, plan);
 }
 
 }  // namespace flash_attn3

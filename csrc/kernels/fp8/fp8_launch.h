@@ -63,15 +63,15 @@ Status encode_fp8_maps(const FwdParams& in, Fp8KernelParams* out) {
 }
 
 template <class T>
-Status launch_fp8(const Fp8Params& in, const FwdContext& context, cudaStream_t stream,
+Status launch_fp8(const Fp8Params& in, const DeviceInfo& device, cudaStream_t stream,
                   FwdPlan* plan) {
   Fp8KernelParams params;
-  fill_fwd_params(in.fwd, context, T::kBlockM, &params);
+  fill_fwd_params(in.fwd, device, T::kBlockM, &params);
   params.q_scale = scale_view(in.q_scale);
   params.k_scale = scale_view(in.k_scale);
   params.v_scale = scale_view(in.v_scale);
   params.v_blocks = blocks_for(in.fwd.max_seqlen_k, ValueLayout::kKeys);
-  const int grid = fwd_grid(in.fwd, context, params);
+  const int grid = fwd_grid(in.fwd, device, params);
   Status status = prepare_kernel<T>(fp8_fwd_kernel<T>, in.fwd.device);
   if (!status.ok()) return status;
   if (plan != nullptr) return describe_kernel<T>(fp8_fwd_kernel<T>, grid, plan);
@@ -82,14 +82,14 @@ Status launch_fp8(const Fp8Params& in, const FwdContext& context, cudaStream_t s
 }
 
 template <int kHeadDim, int kHeadDimV>
-Status launch_fp8_of(const Fp8Params& in, const FwdContext& context, cudaStream_t stream,
+Status launch_fp8_of(const Fp8Params& in, const DeviceInfo& device, cudaStream_t stream,
                      FwdPlan* plan) {
   using Schedule = typename Fp8ScheduleOf<kHeadDim, kHeadDimV>::Type;
   if (in.v_transposed != 0) {
     return launch_fp8<Fp8Traits<kHeadDim, kHeadDimV, ValueSource::kTransposed, Schedule>>(
-        in, context, stream, plan);
+        in, device, stream, plan);
   }
-  return launch_fp8<Fp8Traits<kHeadDim, kHeadDimV, ValueSource::kRows, Schedule>>(in, context,
+  return launch_fp8<Fp8Traits<kHeadDim, kHeadDimV, ValueSource::kRows, Schedule>>(in, device,
                                                                                   stream, plan);
 }
 

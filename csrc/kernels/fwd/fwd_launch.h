@@ -135,11 +135,11 @@ Status launch_kernel(void (*kernel)(Params), const Params& params, int grid, int
 }
 
 template <class T>
-Status launch_fwd(const FwdParams& in, const FwdContext& context, cudaStream_t stream,
+Status launch_fwd(const FwdParams& in, const DeviceInfo& device, cudaStream_t stream,
                   FwdPlan* plan) {
   FwdKernelParams params;
-  fill_fwd_params(in, context, T::kBlockM, &params);
-  const int grid = fwd_grid(in, context, params);
+  fill_fwd_params(in, device, T::kBlockM, &params);
+  const int grid = fwd_grid(in, device, params);
   Status status = prepare_kernel<T>(fwd_kernel<T>, in.device);
   if (!status.ok()) return status;
   if (plan != nullptr) return describe_kernel<T>(fwd_kernel<T>, grid, plan);
@@ -156,7 +156,7 @@ struct HasLong<Schedules, std::void_t<typename Schedules::Long>> : std::true_typ
 
 // The kernel of these head dims that suits the call.
 template <class Element, int kHeadDim, int kHeadDimV>
-Status launch_fwd_of(const FwdParams& in, const FwdContext& context, cudaStream_t stream,
+Status launch_fwd_of(const FwdParams& in, const DeviceInfo& device, cudaStream_t stream,
                      FwdPlan* plan) {
   using Schedules = FwdScheduleOf<kHeadDim, kHeadDimV>;
   if constexpr (HasLong<Schedules>::value) {  // FwdTraits::kOpenLeft
@@ -164,11 +164,11 @@ Status launch_fwd_of(const FwdParams& in, const FwdContext& context, cudaStream_
     if (in.window_left < 0 && in.attention_chunk == 0 &&
         smaller(in.max_seqlen_q, in.max_seqlen_k) >= long_from) {
       return launch_fwd<FwdTraits<Element, kHeadDim, kHeadDimV, typename Schedules::Long>>(
-          in, context, stream, plan);
+          in, device, stream, plan);
     }
   }
   return launch_fwd<FwdTraits<Element, kHeadDim, kHeadDimV, typename Schedules::Type>>(
-      in, context, stream, plan);
+      in, device, stream, plan);
 }
 
 }  // namespace flash_attn3
