@@ -19,8 +19,6 @@ std::atomic<bool> backward_kernels_on{false};
 
 bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
-bool is_compiled_dim(int64_t dim) { return dim >= 8 && dim <= 256 && dim % 8 == 0; }
-
 // Needs no device: only the compiled list decides. The call is one that no size check refuses.
 bool bwd_compiled_for(at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
   static HeadDimAnswers answers;
@@ -30,7 +28,7 @@ bool bwd_compiled_for(at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v
     p.batch = p.heads = p.heads_kv = p.max_seqlen_q = p.max_seqlen_k = 1;
     p.head_dim = static_cast<int32_t>(head_dim);
     p.head_dim_v = static_cast<int32_t>(head_dim_v);
-    p.dtype = dtype == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
+    p.dtype = dtype_of(dtype);
     answer.store(
         flash_attn3_bwd_workspace_bytes(&p) > 0 ? HeadDimAnswers::kYes : HeadDimAnswers::kNo,
         std::memory_order_relaxed);
@@ -103,9 +101,7 @@ BwdResult run(const Tensor& dout_in, const OptionalTensor& dlse_in, const Tensor
   const Tensor k = readable_by_tma(k_in);
   const Tensor v = readable_by_tma(v_in);
 
-  p.q = q.const_data_ptr();
-  p.k = k.const_data_ptr();
-  p.v = v.const_data_ptr();
+  fill_inputs(s, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, &p);
   p.out = out.const_data_ptr();
   p.dout = dout.const_data_ptr();
   p.lse = lse.const_data_ptr<float>();
@@ -113,19 +109,12 @@ BwdResult run(const Tensor& dout_in, const OptionalTensor& dlse_in, const Tensor
   p.dq = dq.mutable_data_ptr();
   p.dk = dk.mutable_data_ptr();
   p.dv = dv.mutable_data_ptr();
-  p.cu_seqlens_q = int_pointer(cu_seqlens_q);
-  p.cu_seqlens_k = int_pointer(cu_seqlens_k);
-  p.seqused_q = int_pointer(seqused_q);
-  p.seqused_k = int_pointer(seqused_k);
-  p.q_strides = strides_of(q, s.ragged_q);
-  p.k_strides = strides_of(k, s.ragged_k);
   p.v_strides = strides_of(v, s.ragged_k);
   p.out_strides = strides_of(out, s.ragged_q);
   p.dout_strides = strides_of(dout, s.ragged_q);
   p.dq_strides = strides_of(dq, s.ragged_q);
   p.dk_strides = strides_of(dk, s.ragged_k);
   p.dv_strides = strides_of(dv, s.ragged_k);
-  p.dtype = q.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
   p.deterministic = deterministic || at::globalContext().deterministicAlgorithms() ? 1 : 0;
 
   // dQ in fp32, two fp32 values a row and head, the counters of the deterministic mode. 0 bytes:
@@ -151,7 +140,7 @@ std::string backward_refusal(at::ScalarType dtype, int64_t head_dim, int64_t hea
   if (!is_half(dtype)) {
     return c10::str("the backward kernels take float16 and bfloat16, not ", dtype);
   }
-  if (!is_compiled_dim(head_dim) || !is_compiled_dim(head_dim_v) ||
+  if (!fits_head_dim(head_dim, 8) || !fits_head_dim(head_dim_v, 8) ||
       !bwd_compiled_for(dtype, head_dim, head_dim_v)) {
     return c10::str("this build holds no backward kernel for ", dtype, " with head dims (",
                     head_dim, ", ", head_dim_v, ")");

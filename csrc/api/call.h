@@ -246,24 +246,33 @@ inline FwdResult empty_results(const Shape& s, c10::Device device, at::ScalarTyp
           empty_on(device, {s.batch, s.heads, s.rows_q}, at::kFloat)};
 }
 
-// The fields of a forward launch that the tensors give; returns the workspace, to be kept until it.
-inline Tensor fill_tensors(const Shape& s, const Tensor& q, const Tensor& k, const Tensor& v,
-                           const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                           const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
-                           const Tensor& out, const Tensor& lse, FwdParams* p) {
+// The fields that both directions have of their inputs. v's strides are the caller's to give: a
+// transposed v has none.
+template <class Params>
+void fill_inputs(const Shape& s, const Tensor& q, const Tensor& k, const Tensor& v,
+                 const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                 const OptionalTensor& seqused_q, const OptionalTensor& seqused_k, Params* p) {
   p->q = q.const_data_ptr();
   p->k = k.const_data_ptr();
   p->v = v.const_data_ptr();
-  p->out = out.mutable_data_ptr();
-  p->lse = lse.mutable_data_ptr<float>();
   p->cu_seqlens_q = int_pointer(cu_seqlens_q);
   p->cu_seqlens_k = int_pointer(cu_seqlens_k);
   p->seqused_q = int_pointer(seqused_q);
   p->seqused_k = int_pointer(seqused_k);
   p->q_strides = strides_of(q, s.ragged_q);
   p->k_strides = strides_of(k, s.ragged_k);
-  p->out_strides = strides_of(out, s.ragged_q);
   p->dtype = dtype_of(q.scalar_type());
+}
+
+// The fields of a forward launch that the tensors give; returns the workspace, to be kept until it.
+inline Tensor fill_tensors(const Shape& s, const Tensor& q, const Tensor& k, const Tensor& v,
+                           const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                           const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
+                           const Tensor& out, const Tensor& lse, FwdParams* p) {
+  fill_inputs(s, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, p);
+  p->out = out.mutable_data_ptr();
+  p->lse = lse.mutable_data_ptr<float>();
+  p->out_strides = strides_of(out, s.ragged_q);
   // The allocator hands a freed block on to work of the same stream only, so neither the workspace
   // nor copies of the inputs need a record_stream.
   Tensor workspace;

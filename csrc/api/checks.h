@@ -30,8 +30,12 @@ inline void check_shape(const Tensor& t, const char* name, at::IntArrayRef expec
   TORCH_CHECK_VALUE(t.sizes() == expected, name, " has shape ", t.sizes(), "; expected ", expected);
 }
 
+inline bool fits_head_dim(int64_t dim, int64_t step) {
+  return dim >= step && dim <= 256 && dim % step == 0;
+}
+
 inline void check_head_dim(int64_t dim, const char* name, int64_t step) {
-  TORCH_CHECK_VALUE(dim >= step && dim <= 256 && dim % step == 0, name, " has head dim ", dim,
+  TORCH_CHECK_VALUE(fits_head_dim(dim, step), name, " has head dim ", dim,
                     "; expected a multiple of ", step, " from ", step, " to 256");
 }
 

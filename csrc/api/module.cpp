@@ -307,8 +307,7 @@ PYBIND11_MODULE(_C, m) {
       [](const std::string& dtype, int64_t head_dim, int64_t head_dim_v, int64_t device) {
         const at::ScalarType type = compiled_dtype(dtype);
         const int64_t step = type == at::kFloat8_e4m3fn ? 16 : 8;
-        const auto fits = [step](int64_t d) { return d >= step && d <= 256 && d % step == 0; };
-        return fits(head_dim) && fits(head_dim_v) &&
+        return fits_head_dim(head_dim, step) && fits_head_dim(head_dim_v, step) &&
                compiled_for(type, head_dim, head_dim_v, static_cast<c10::DeviceIndex>(device));
       },
       "Whether this build holds a forward kernel for these; asked of a Hopper device.",
