@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from support.actors import run_actors
 from test_pipeline_model import Barrier
 
 TRAITS = (Path(__file__).parents[2] / "csrc/kernels/bwd/bwd_traits.h").read_text()
@@ -427,21 +428,7 @@ class Cta:
 def run(work, roles, ctas):
     """True when every actor of every CTA came to its end."""
     ctas = [Cta(work, roles) for _ in range(ctas)]
-    waiting = {actor: next(actor) for cta in ctas for actor in cta.actors()}
-    while waiting:
-        moves = [actor for actor, condition in waiting.items() if condition()]
-        moves += [cta for cta in ctas if cta.in_flight]
-        if not moves:
-            return False
-        move = random.choice(moves)
-        if isinstance(move, Cta):
-            move.in_flight.pop(random.randrange(len(move.in_flight)))()
-            continue
-        try:
-            waiting[move] = next(move)
-        except StopIteration:
-            del waiting[move]
-    return True
+    return run_actors([actor for cta in ctas for actor in cta.actors()], ctas)
 
 
 def tile_lists():

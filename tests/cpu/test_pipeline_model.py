@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.actors import run_actors
 
 FWD = Path(__file__).parents[2] / "csrc" / "kernels" / "fwd"
 TILE_SLOTS = int(re.search(r"kTileSlots = (\d+)", (FWD / "fwd_traits.h").read_text())[1])
@@ -271,21 +272,7 @@ class Kernel:
         """True when every actor came to its end."""
         actors = [self.scheduler(), self.producer(), self.tail()]
         actors += [self.consumer(w) for w in range(self.consumers)] + self.more_actors()
-        waiting = {actor: next(actor) for actor in actors}
-        while waiting:
-            ready = [actor for actor, condition in waiting.items() if condition()]
-            moves = ready + ["copy"] * bool(self.in_flight)
-            if not moves:
-                return False
-            move = random.choice(moves)
-            if move == "copy":
-                self.in_flight.pop(random.randrange(len(self.in_flight)))()
-                continue
-            try:
-                waiting[move] = next(move)
-            except StopIteration:
-                del waiting[move]
-        return True
+        return run_actors(actors, [self])
 
 
 def tile_lists():
