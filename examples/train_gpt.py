@@ -1,13 +1,15 @@
 """Train a small byte-level GPT on real text, with this package's attention and with PyTorch's.
 
     python examples/train_gpt.py                    both, 500 steps; bf16, torch.compile on a GPU
+    python examples/train_gpt.py --noise            and PyTorch's second kernel, to judge by
     python examples/train_gpt.py --small --steps 40 a model for a CPU, under a minute
     python examples/train_gpt.py --layers 8 --heads 16 --head-dim 128 --seqlen 8192 --batch 2 \
         --steps 30 --attention-alone                    what a step gains from faster attention
 
 The text is the source code of Python's standard library. Both runs start from the same weights and
 see the same batches, so their losses may differ by rounding alone. Prints both curves, their
-difference and the tokens per second of each; exit code 1 if the curves part.
+difference and the tokens per second of each; exit code 1 if the curves part. How far rounding alone
+takes two curves apart is what `--noise` shows, by two kernels of PyTorch.
 """
 
 from __future__ import annotations
@@ -63,6 +65,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--no-compile", action="store_true")
     p.add_argument("--attention-alone", action="store_true",
                    help="also time the attention of one step by itself (needs a GPU)")
+    p.add_argument("--noise", action="store_true",
+                   help="also train with PyTorch's second kernel (needs a GPU)")
     p.add_argument("--out", type=Path, help="curves as JSON (default: $OUT/train_gpt.json, if set)")
     p.add_argument("--plot", type=Path, help="both curves as a picture (needs matplotlib)")
     args = p.parse_args(argv)  # fmt: skip
@@ -72,6 +76,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.device = "cuda" if on_gpu and not args.small else "cpu"
     if args.steps < 1:
         p.error("--steps must be at least 1")
+    if args.noise and (args.device == "cpu" or args.attention != "both"):
+        p.error("--noise needs a GPU and --attention both")
     return args
 
 
@@ -227,28 +233,32 @@ def attention_ms(attend: Callable, args: argparse.Namespace) -> float:
     return statistics.median(times[10:]) * shape.layers
 
 
-def choose_torch_attention(args: argparse.Namespace) -> None:
-    """Leaves only the faster of PyTorch's two attentions switched on, for all that follows."""
-    switches = {"cuDNN": torch.backends.cuda.enable_cudnn_sdp,
-                "flash": torch.backends.cuda.enable_flash_sdp}
-    for other in (torch.backends.cuda.enable_mem_efficient_sdp,
-                  torch.backends.cuda.enable_math_sdp):
-        other(False)
+TORCH_KERNELS = ("cuDNN", "flash")
+
+
+def use_torch_kernel(name: str) -> None:
+    """Leaves this one of PyTorch's attention kernels switched on, for all that follows."""
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_math_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(name == "cuDNN")
+    torch.backends.cuda.enable_flash_sdp(name == "flash")
+
+
+def order_of_torch_kernels(args: argparse.Namespace) -> list[str]:
+    """PyTorch's attention kernels that run here, the fastest first."""
     found = {}
-    for name in switches:
-        for other, switch in switches.items():
-            switch(other == name)
+    for name in TORCH_KERNELS:
+        use_torch_kernel(name)
         try:
             found[name] = attention_ms(attend_torch, args)
         except RuntimeError as error:
             print(f"PyTorch's {name} attention can't run: {str(error).splitlines()[0]}")
     if not found:
         raise SystemExit("none of PyTorch's fused attentions runs here")
-    best = min(found, key=found.get)
-    for name, switch in switches.items():
-        switch(name == best)
+    order = sorted(found, key=found.get)
     print("PyTorch's attention: " + ", ".join(f"{n} {ms:.2f} ms" for n, ms in found.items())
-          + f" a step; {best} is used")
+          + f" a step; {order[0]} is used")
+    return order
 
 
 # ---- main ----------------------------------------------------------------------------------------
@@ -277,8 +287,9 @@ def main(argv: list[str] | None = None) -> int:
         ops.use_backward(args.backward)
     text = corpus()
     print(f"{len(text):,} bytes of text; {args.shape}; {args.device}", flush=True)
-    if args.device == "cuda":
-        choose_torch_attention(args)
+    torch_kernels = order_of_torch_kernels(args) if args.device == "cuda" else []
+    if torch_kernels:
+        use_torch_kernel(torch_kernels[0])
     names = list(ATTENTION) if args.attention == "both" else [args.attention]
     runs = {name: train(name, args, text) for name in names}
     for name, run in runs.items():
@@ -305,6 +316,10 @@ def main(argv: list[str] | None = None) -> int:
         draw(args.plot, runs, args.shape)
     if len(runs) < 2:
         return 0
+    if args.noise and len(torch_kernels) > 1:
+        use_torch_kernel(torch_kernels[1])
+        noise = apart(train("torch", args, text).losses, runs["torch"].losses)
+        print(f"PyTorch's {' and '.join(torch_kernels)} differ by at most {noise:.2%}")
     difference = apart(*(run.losses for run in runs.values()))
     verdict = "within" if difference <= MOST_APART else "NOT within"
     print(f"the smoothed losses differ by at most {difference:.2%}, {verdict} {MOST_APART:.0%}")

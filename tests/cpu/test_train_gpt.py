@@ -49,3 +49,5 @@ def test_shape_of_the_command_line():
     assert args.device == "cpu"
     with pytest.raises(SystemExit):
         train_gpt.parse(["--steps", "0"])
+    with pytest.raises(SystemExit):
+        train_gpt.parse(["--small", "--noise"])
