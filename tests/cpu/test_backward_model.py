@@ -47,6 +47,11 @@ class Work:
     heads: query heads of one KV head. All tiles are of one KV head, so they share its turns.
     """
 
+    # Of the consumers that share keys: waits for the next step stand before dQ's additions; those
+    # that leave out a tile's first step, of which they see nothing.
+    ahead = False
+    skipping = ()
+
     def __init__(self, tiles, heads, stages, kv_stages, deterministic, key_tails, query_tail):
         self.tiles, self.heads = tiles, heads
         self.stages, self.kv_stages = stages, kv_stages
@@ -290,47 +295,67 @@ class Cta:
             self.ds_empty[at % DS_SLOTS].arrive()
             yield from self.add(step, at, (w, 0))
 
+        def arrived(x, at):
+            return lambda: self.full[x][at % stages[x]].passed(at // stages[x] % 2)
+
+        def release(x, at):
+            self.data[x][at % stages[x]].release()
+            self.empty[x][at % stages[x]].arrive()
+
+        def write_ds(step):
+            yield lambda: self.ds_empty[count % DS_SLOTS].passed(count // DS_SLOTS % 2 ^ 1)
+            self.ds[count % DS_SLOTS][w].write(step)
+            self.ds_full[count % DS_SLOTS].arrive()
+
         for slot, ready in self.tiles():
             yield ready
             number = self.tile[slot]
             if number < 0:
                 return
             steps = self.work.steps(number)
+            skips = len(steps) > 1 and (number, w) in self.work.skipping
             if steps:
                 kv, kv_parity = self.kv_position(with_work)
                 for x in "kv":
                     yield lambda: self.kv_full[x][kv].passed(kv_parity)
                     self.kv[x][kv].read(number)
             for index, step in enumerate(steps):
-                stage, parity = count % stages["o"], count // stages["o"] % 2
-                q, q_parity = count % stages["q"], count // stages["q"] % 2
-                yield lambda: self.full["q"][q].passed(q_parity)
-                self.data["q"][q].read(step)  # S
+                if skips and index == 0:
+                    yield from write_ds(step)
+                    for x in "qo":
+                        yield arrived(x, count)
+                        self.data[x][count % stages[x]].read(step)
+                    release("o", count)
+                    count += 1
+                    continue
+                if self.work.ahead and index == skips:
+                    for x in "qo":
+                        yield arrived(x, count)
+                if not self.work.ahead:
+                    yield arrived("q", count)
+                self.data["q"][count % stages["q"]].read(step)  # S
                 if index:  # dK of the step before is done
-                    before = (count - 1) % stages["q"]
-                    self.data["q"][before].release()
-                    self.empty["q"][before].arrive()
-                yield lambda: self.full["o"][stage].passed(parity)
-                self.data["o"][stage].read(step)  # dP, then dV
+                    release("q", count - 1)
+                if not self.work.ahead:
+                    yield arrived("o", count)
+                self.data["o"][count % stages["o"]].read(step)  # dP, then dV
                 yield lambda: True
-                at = count % DS_SLOTS
-                yield lambda: self.ds_empty[at].passed(count // DS_SLOTS % 2 ^ 1)
-                self.ds[at][w].write(step)
-                self.ds_full[at].arrive()
+                yield from write_ds(step)
                 yield lambda: True
-                self.data["o"][stage].release()
-                self.empty["o"][stage].arrive()
+                release("o", count)
                 if index:
                     yield from dq(steps[index - 1], count - 1)
+                if self.work.ahead and step != steps[-1]:
+                    for x in "qo":
+                        yield arrived(x, count + 1)
+                if index:
                     yield lambda: True
                     yield from add(steps[index - 1], count - 1)
                 count += 1
             if steps:
                 yield from dq(steps[-1], count - 1)
                 yield lambda: True
-                last = (count - 1) % stages["q"]
-                self.data["q"][last].release()
-                self.empty["q"][last].arrive()
+                release("q", count - 1)
                 for x in "kv":
                     self.kv[x][kv].release()
                 self.kv_empty[kv].arrive()
@@ -459,6 +484,8 @@ def test_every_part_is_added_once_whatever_the_order(roles, stages, kv_stages, d
             heads = random.choice((1, 1, 2, 3))
             places = dict(zip("qo", map(int, stages)))
             work = Work(tiles, heads, places, kv_stages, deterministic, key_tails, query_tail)
+            work.ahead = random.random() < 0.5
+            work.skipping = [(n, random.randint(0, 1)) for n in range(len(tiles)) if n % 2]
             ctas = random.choice((1, 2, 3, len(tiles) + 1))
             assert run(work, roles, ctas), f"deadlock with tiles {tiles}, seed {seed}, CTAs {ctas}"
             assert sorted(work.gradients) == [(n, w) for n in range(len(tiles)) for w in range(2)]

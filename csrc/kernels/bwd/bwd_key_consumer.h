@@ -9,9 +9,14 @@
 //   issue S(j) | wait dK(j-1), issue dP(j) | wait S(j), exponentiate | issue dV(j) | wait dP(j),
 //   make and store dS(j) | wait dV(j), issue dQ(j-1), dK(j) | wait dQ(j-1), add it to the sums
 //
-// so that a product is queued whenever the warpgroup computes. Registers decide the rest: dQ takes
-// the place of S and P, and dP that of dS, dK's operand; a third place of that size would not fit.
+// so that a product is queued whenever the warpgroup computes. Registers decide the rest: S and P
+// share a place, dP and dQ another; a third of that size would not fit. The additions read their
+// registers for up to 700 cycles, under dK(j) and S(j + 1), before dP(j + 1) can be issued, and
+// what a warp asks of shared memory meanwhile queues behind them. So with kReadAhead the barriers
+// and values of step j + 1 are waited for and read before the additions.
 #pragma once
+
+#include <type_traits>
 
 #include "kernels/bwd/bwd_dq.h"
 #include "kernels/bwd/bwd_epilogue.h"
@@ -23,8 +28,10 @@ template <class T, int kDqColumns, bool kSoftcap>
 struct BwdKeyConsumer {
   using Element = typename T::Element;
   static constexpr int kScores = T::kBlockM / 2;
-  // LSE and delta are in registers before the wait for scores, where there is room for them.
-  static constexpr bool kReadEarly = T::kSoftcapApart;
+  // The row values of the next step are read before dQ's additions, where there is room for them.
+  static constexpr bool kReadAhead = T::kReadAhead;
+  using Rows = RowValues<kScores / 8, kReadAhead>;
+  static constexpr int kEarlyScores = kReadAhead ? kScores / 2 : 0;  // those of so many scores
 
   const BwdKernelParams& params;
   typename T::SharedMemory& shared;
@@ -45,8 +52,15 @@ struct BwdKeyConsumer {
     return ring_slot<T::kDoutStages>(step_count);
   }
 
+  __device__ __forceinline__ void wait_q(uint32_t step) {
+    mbarrier_wait(&shared.q_full[ring_slot<T::kQStages>(step)], ring_parity<T::kQStages>(step));
+  }
+  __device__ __forceinline__ void wait_dout(uint32_t step) {
+    mbarrier_wait(&shared.dout_full[ring_slot<T::kDoutStages>(step)],
+                  ring_parity<T::kDoutStages>(step));
+  }
+
   __device__ __forceinline__ void issue_scores(float (&s)[kScores]) {
-    mbarrier_wait(&shared.q_full[q_stage()], ring_parity<T::kQStages>(step_count));
     pin_registers(s);
     wgmma_fence();
     issue_qk_shared<Element, T::kBlockM, T::kHeadDim>(
@@ -56,7 +70,6 @@ struct BwdKeyConsumer {
   }
 
   __device__ __forceinline__ void issue_dp(float (&dp)[kScores]) {
-    mbarrier_wait(&shared.dout_full[dout_stage()], ring_parity<T::kDoutStages>(step_count));
     pin_registers(dp);
     wgmma_fence();
     issue_qk_shared<Element, T::kBlockM, T::kHeadDimV>(
@@ -109,35 +122,69 @@ struct BwdKeyConsumer {
     return tile.n * T::kBlockN + warpgroup * 64 + thread() / 32 * 16 + thread() % 32 / 4;
   }
 
-  // One query tile. dK of the step before is still in flight at its start, dK of its own at its
-  // end. `before` is the row in the workspace, [query tile][head], of the step before, whose dQ is
-  // made here; -1 in the first.
-  __device__ __forceinline__ void step(const BwdTile& tile, int m, int before,
-                                       float (&dk)[T::kHeadDim / 2], float (&dv)[T::kHeadDimV / 2],
-                                       uint32_t (&ds)[kScores / 2]) {
-    float s[kScores], dp[kScores];
+  // What a step needs of shared memory before its products do.
+  struct StepValues {
+    Rows minus_lse{nullptr};
+    int from_mask = 0;  // negative: some pair of the step is masked
+  };
+
+  __device__ __forceinline__ bool is_masked(const BwdTile& tile, int m,
+                                            const StepValues& values) const {
+    if constexpr (kReadAhead) return values.from_mask < 0;
+    const BlockRange plain = tile.plain[warpgroup];
+    return m < plain.begin || m >= plain.end;
+  }
+
+  // kReadAhead: waits for Q and dO of a step, and reads what there are registers for so early.
+  __device__ __forceinline__ void read_ahead(const BwdTile& tile, uint32_t step, int m,
+                                             StepValues& values) {
+    if constexpr (kReadAhead) {
+      const BlockRange plain = tile.plain[warpgroup];
+      values.from_mask = (m - plain.begin) | (plain.end - 1 - m);
+      wait_q(step);
+      wait_dout(step);
+      values.minus_lse.rows = shared.rows[ring_slot<T::kDoutStages>(step)];
+      values.minus_lse.template read<0, kEarlyScores / 8>();
+    }
+  }
+
+  // S and dP are issued, and P made of S. dK of the step before is in flight at first.
+  __device__ __forceinline__ void make_p(const BwdTile& tile, int m, bool first, StepValues& values,
+                                         uint32_t (&ds)[kScores / 2], float (&s)[kScores],
+                                         float (&dp)[kScores]) {
+    if constexpr (!kReadAhead) wait_q(step_count);
     issue_scores(s);
-    // dK of the step before is done: its Q may go, and dP may take the place of its operand.
+    // dK of the step before is done: its Q may go, and dP may take the place of dQ.
     wgmma_wait<1>();
     pin_registers(ds);
-    if (before >= 0) say(&shared.q_empty[ring_slot<T::kQStages>(step_count - 1)]);
-    issue_dp(dp);
-    const float* rows = shared.rows[dout_stage()];
-    const RowValues<kScores / 8, kReadEarly> minus_lse(rows);
-    wgmma_wait<1>();
-    pin_registers(s);
-    make_probabilities<kSoftcap>(s, minus_lse, params);
-    const BlockRange plain = tile.plain[warpgroup];
-    if (m < plain.begin || m >= plain.end) [[unlikely]] {
-      mask_probabilities(s, params.mask, tile, first_key(tile),
-                         m * T::kBlockM + 2 * (thread() % 4));
+    Rows& minus_lse = values.minus_lse;
+    if constexpr (kReadAhead) minus_lse.template read<kEarlyScores / 8, kScores / 8>();
+    if (!first) say(&shared.q_empty[ring_slot<T::kQStages>(step_count - 1)]);
+    if constexpr (kReadAhead) {
+      wgmma_wait<0>();
+      pin_registers(s);
+      // ptxas puts the products of dP among these, as soon as the additions let go of its place.
+      make_probabilities<kSoftcap, 0, kEarlyScores>(s, minus_lse, params);
+      pin_registers(s);
+      issue_dp(dp);
+    } else {
+      wait_dout(step_count);
+      issue_dp(dp);
+      minus_lse.rows = shared.rows[dout_stage()];
+      wgmma_wait<1>();
+      pin_registers(s);
     }
-    uint32_t p[kScores / 2];
-    pack_fragments<Element>(s, p);
-    issue_dv(p, dv);
-    const RowValues<kScores / 8, kReadEarly> deltas(rows + T::kBlockM);
-    wgmma_wait<1>();
-    pin_registers(dp);
+    make_probabilities<kSoftcap, kEarlyScores, kScores>(s, minus_lse, params);
+  }
+
+  // dP and P to dS, packed.
+  __device__ __forceinline__ void make_ds(float (&dp)[kScores], const uint32_t (&p)[kScores / 2],
+                                          const Rows& deltas, const float* rows,
+                                          uint32_t (&ds)[kScores / 2]) const {
+    if constexpr (!kSoftcap && std::is_same_v<Element, __nv_bfloat16>) {
+      make_packed_score_gradients(dp, p, deltas, ds);
+      return;
+    }
     if (!kSoftcap || params.tanh_factor == 0.0f) [[likely]] {
 #pragma unroll
       for (int i = 0; i < kScores / 8; ++i) {
@@ -153,6 +200,29 @@ struct BwdKeyConsumer {
       }
     }
     pack_fragments<Element>(dp, ds);
+  }
+
+  // One query tile. dK of the step before is still in flight at its start, dK of its own at its
+  // end. `before` is the row in the workspace, [query tile][head], of the step before, whose dQ is
+  // made here; -1 in the first. next_m: the next step's query tile, -1 in the last.
+  __device__ __forceinline__ void step(const BwdTile& tile, int m, int next_m, int before,
+                                       float (&dk)[T::kHeadDim / 2], float (&dv)[T::kHeadDimV / 2],
+                                       uint32_t (&ds)[kScores / 2], StepValues& values) {
+    float s[kScores], dp[kScores];
+    const float* rows = shared.rows[dout_stage()];
+    make_p(tile, m, before < 0, values, ds, s, dp);
+    Rows deltas(rows + T::kBlockM);
+    deltas.read();
+    if (is_masked(tile, m, values)) [[unlikely]] {
+      mask_probabilities(s, params.mask, tile, first_key(tile),
+                         m * T::kBlockM + 2 * (thread() % 4));
+    }
+    uint32_t p[kScores / 2];
+    pack_fragments<Element>(s, p);
+    issue_dv(p, dv);
+    wgmma_wait<1>();
+    pin_registers(dp);
+    make_ds(dp, p, deltas, rows, ds);
     const int slot = ring_slot<T::kDsSlots>(step_count);
     mbarrier_wait(&shared.ds_empty[slot], ring_parity<T::kDsSlots>(step_count) ^ 1);
     store_score_gradients(ds, shared_address(shared.ds[slot]) + warpgroup * (T::kBlockM * 128));
@@ -163,15 +233,36 @@ struct BwdKeyConsumer {
     say(&shared.dout_empty[dout_stage()]);
     if (before < 0) {
       issue_dk(ds, dk);
+      if (next_m >= 0) read_ahead(tile, step_count + 1, next_m, values);
     } else {
       float dq[kDqColumns / 2];
       issue_dq(step_count - 1, dq);
       issue_dk(ds, dk);
+      if (next_m >= 0) read_ahead(tile, step_count + 1, next_m, values);
       wgmma_wait<1>();
       pin_registers(dq);
       release_ds(step_count - 1);
       adder.add(dq, before, step_count - 1, warpgroup, 0);
     }
+    ++step_count;
+  }
+
+  // A tile's first step where its queries see no key of this warpgroup: dS is 0, for the other's
+  // piece of dQ too.
+  __device__ __forceinline__ void skip_step() {
+    const int slot = ring_slot<T::kDsSlots>(step_count);
+    mbarrier_wait(&shared.ds_empty[slot], ring_parity<T::kDsSlots>(step_count) ^ 1);
+    uint8_t* ds = shared.ds[slot] + warpgroup * (T::kBlockM * 128) + thread() * 16;
+#pragma unroll
+    for (int i = 0; i < T::kBlockM / 16; ++i) {
+      *reinterpret_cast<uint4*>(ds + i * 128 * 16) = make_uint4(0, 0, 0, 0);
+    }
+    fence_shared_to_async_proxy();
+    say(&shared.ds_full[slot]);
+    // No place is given back before it has been filled. Q's is given back by the next step.
+    wait_q(step_count);
+    wait_dout(step_count);
+    say(&shared.dout_empty[dout_stage()]);
     ++step_count;
   }
 
@@ -185,19 +276,35 @@ struct BwdKeyConsumer {
     for (int i = 0; i < T::kHeadDimV / 2; ++i) dv[i] = 0.0f;
     mbarrier_wait(&shared.k_full[kv_stage()], ring_parity<T::kKvStages>(tile_count));
     mbarrier_wait(&shared.v_full[kv_stage()], ring_parity<T::kKvStages>(tile_count));
+    const int m_end_ahead = tile.m_end, m_begin_ahead = tile.m_begin;
+    const auto m_begin = [&] { return kReadAhead ? m_begin_ahead : tile.m_begin; };
+    const auto m_end = [&] { return kReadAhead ? m_end_ahead : tile.m_end; };
     int m = tile.m_begin;
     int at = (tile.q_tile0 + m) * params.heads + tile.head_kv * params.group;
     int before = -1;
-#pragma unroll 1
-    for (int left = (tile.m_end - m) * params.group;;) {
-      step(tile, m, before, dk, dv, ds);
-      if (--left == 0) break;
+    int left = (tile.m_end - m) * params.group;
+    const auto advance = [&] {
       before = at;
       at += params.heads;
-      if (++m == tile.m_end) {  // the next head of the group
-        m = tile.m_begin;
-        at += 1 - (tile.m_end - m) * params.heads;
+      if (++m == m_end()) {  // the next head of the group
+        m = m_begin();
+        at += 1 - (m_end() - m) * params.heads;
       }
+    };
+    if (m < tile.m_first[warpgroup] && left > 1) {
+      skip_step();
+      --left;
+      advance();
+    }
+    StepValues values;
+    read_ahead(tile, step_count, m, values);
+#pragma unroll 1
+    for (;;) {
+      int next_m = -1;
+      if (kReadAhead && left > 1) next_m = m + 1 == m_end() ? m_begin() : m + 1;
+      step(tile, m, next_m, before, dk, dv, ds, values);
+      if (--left == 0) break;
+      advance();
     }
     float dq[kDqColumns / 2];
     issue_dq(step_count - 1, dq);

@@ -128,7 +128,7 @@ struct BwdRoleConsumer {
     say(&shared.q_empty[q_stage()]);
     wait_dout();  // for the rows that come with it
     const RowValues<kScores / 8, false> minus_lse(shared.rows[dout_stage()]);
-    make_probabilities<kSoftcap>(s, minus_lse, params);
+    make_probabilities<kSoftcap, 0, kScores>(s, minus_lse, params);
     const BlockRange plain = tile.plain[0];
     if (m < plain.begin || m >= plain.end) [[unlikely]] {
       mask_probabilities(s, params.mask, tile, first_key(tile),

@@ -76,6 +76,9 @@ struct BwdScheduler {
       const int first_key = key0 + half * 64;
       info.plain[half] =
           unmasked_query_tiles(params.mask, first_key, first_key + 63, q.used, k.used, T::kBlockM);
+      const int last_key = smaller(first_key + 64, k.used) - 1;
+      info.m_first[half] =
+          query_tiles(params.mask, first_key, last_key, q.used, k.used, T::kBlockM).begin;
     }
   }
 

@@ -26,10 +26,14 @@ struct RowValues {
   float4 values[kEarly ? kCount : 1];
   const float* rows;
 
-  __device__ __forceinline__ explicit RowValues(const float* from) : rows(from) {
+  __device__ __forceinline__ explicit RowValues(const float* from) : rows(from) {}
+
+  // kEarly: now those of kFrom .. kTo - 1.
+  template <int kFrom = 0, int kTo = kCount>
+  __device__ __forceinline__ void read() {
     if constexpr (kEarly) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) values[i] = row_values(rows + 16 * i);
+      for (int i = kFrom; i < kTo; ++i) values[i] = row_values(rows + 16 * i);
     }
   }
 
@@ -42,18 +46,18 @@ struct RowValues {
   }
 };
 
-// Scores to probabilities, in place. rows: the stage's -LSE in log2; a row without keys has -inf
-// there, and P = 0.
-template <bool kSoftcap, int kSize, class Values>
+// Scores kFrom .. kTo - 1 to probabilities, in place. rows: the stage's -LSE in log2; a row without
+// keys has -inf there, and P = 0.
+template <bool kSoftcap, int kFrom, int kTo, int kSize, class Values>
 __device__ __forceinline__ void make_probabilities(float (&s)[kSize], const Values& minus_lse,
                                                    const BwdKernelParams& params) {
   if (kSoftcap && params.tanh_factor != 0.0f) [[unlikely]] {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) s[i] = tanh_by_exp2(params.tanh_factor * s[i]);
+    for (int i = kFrom; i < kTo; ++i) s[i] = tanh_by_exp2(params.tanh_factor * s[i]);
   }
   const float scale = params.scale_log2;
 #pragma unroll
-  for (int i = 0; i < kSize / 8; ++i) {
+  for (int i = kFrom / 8; i < kTo / 8; ++i) {
     const float4 lse = minus_lse[i];
 #pragma unroll
     for (int h = 0; h < 4; ++h) {
@@ -96,6 +100,23 @@ __device__ __forceinline__ void make_score_gradients(float* dp, const uint32_t (
     const float2 two = unpack_two<Element>(p[i]);
     dp[2 * i] = two.x * (dp[2 * i] - (i < 2 ? delta.x : delta.z));
     dp[2 * i + 1] = two.y * (dp[2 * i + 1] - (i < 2 ? delta.y : delta.w));
+  }
+}
+
+// The same in bf16, packed: dP - delta is rounded before it meets P, so that a product of two is
+// one instruction and P needs no unpacking. Not for fp16, whose range dP may leave where dS does
+// not.
+template <int kSize, class Values>
+__device__ __forceinline__ void make_packed_score_gradients(const float (&dp)[kSize],
+                                                            const uint32_t (&p)[kSize / 2],
+                                                            const Values& deltas,
+                                                            uint32_t (&ds)[kSize / 2]) {
+#pragma unroll
+  for (int i = 0; i < kSize / 2; ++i) {
+    const float4 delta = deltas[i / 4];
+    const uint32_t two = pack_two<__nv_bfloat16>(dp[2 * i] - (i % 4 < 2 ? delta.x : delta.z),
+                                                 dp[2 * i + 1] - (i % 4 < 2 ? delta.y : delta.w));
+    ds[i] = multiply_two_bf16(two, p[i]);
   }
 }
 

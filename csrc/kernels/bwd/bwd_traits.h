@@ -48,6 +48,7 @@ struct BwdTile {
   int32_t m_begin;  // query tiles m_begin <= m < m_end, visited upwards, head after head
   int32_t m_end;
   BlockRange plain[2];  // of each half of the keys: query tiles that need no mask
+  int32_t m_first[2];   // of each half: the first query tile that sees any of its keys
 };
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, class Schedule>
@@ -75,6 +76,9 @@ struct BwdTraits : Schedule {
   // query rows ptxas serialises the products of a step that has no branch in it, and at head dim 96
   // it is slower so (6 %).
   static constexpr bool kSoftcapApart = kBlockM == 64 && kHeadDim != 96;
+  // With half the keys each: barriers and row values of the next step before dQ's additions. At
+  // head dims 64 (no registers for the values) and 96 it gains nothing.
+  static constexpr bool kReadAhead = kHeadDim == 128;
 
   // dQ of a query tile is made in two pieces, one by each consumer: half of its rows where there
   // are 128, else some of its columns (whole panels of K).

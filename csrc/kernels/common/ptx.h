@@ -208,6 +208,13 @@ __device__ __forceinline__ uint32_t pack_two<__half>(float low, float high) {
   return packed;
 }
 
+// Two products of bf16, each rounded to nearest even.
+__device__ __forceinline__ uint32_t multiply_two_bf16(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
 // Four floats rounded to nearest even into e4m3, the first in the lowest byte. Too large ones
 // become 448, NaN stays NaN.
 __device__ __forceinline__ uint32_t pack_four_e4m3(float a, float b, float c, float d) {
