@@ -64,6 +64,8 @@ class Case:
 
 def cases_of(d: int, dv: int | None) -> list[Case]:
     one = Case(d, dv=dv)
+    # As many pairs of batch and KV head as an H200 has SMs, for the schedule of whole pairs.
+    many = replace(one, batch=33, heads=4, heads_kv=4, sq=300, sk=300)
     ragged = ((64, 64), (0, 5), (333, 333), (1, 200), (7, 0), (130, 259))
     found = [replace(one, sq=sq, sk=sk, causal=causal)
              for sq, sk in ((64, 64), (128, 128), (1, 1), (200, 333), (513, 257), (1, 300))
@@ -94,6 +96,16 @@ def cases_of(d: int, dv: int | None) -> list[Case]:
         replace(one, sq=700, sk=700, deterministic=True, window=(64, 0), sm_margin=1000),
         replace(one, sq=500, sk=640, deterministic=True, causal=True, sm_margin=128, chunk=100),
         replace(one, lengths=ragged, batch=len(ragged), causal=True, deterministic=True, gap=5),
+    ]
+    found += [
+        replace(many, causal=True),
+        replace(many, causal=True, deterministic=True),
+        replace(many, sq=200, sk=450, heads=8, causal=True),
+        replace(many, sq=200, sk=333, dlse=True),
+        replace(many, sq=1, sk=300),
+        replace(many, window=(100, 0)),
+        replace(many, sq=260, chunk=96, heads=8),
+        replace(many, sq=390, sk=390, causal=True, batch=66, dtype="fp16"),
     ]
     return found
 

@@ -167,8 +167,26 @@ BwdWorkspace bwd_workspace(const BwdParams& in, int tile_m, int compiled_head_di
           in.deterministic != 0 ? padded(tiles * kMostTurnChains * 4) : 0};
 }
 
+// Pairs are taken whole where all CTAs are busy to the end, and Q, dO and the sums of dQ of the
+// pairs that run stay in L2: they are read once for each KV tile. Under a causal edge later KV
+// tiles need ever fewer of them.
+bool takes_whole_pairs(const BwdParams& in, const DeviceInfo& device) {
+  if (is_ragged_q(in) || is_ragged_k(in) || in.seqused_q != nullptr || in.seqused_k != nullptr) {
+    return false;
+  }
+  // Every query sees a key, or its dQ would not be written.
+  if (in.max_seqlen_q > in.max_seqlen_k || in.softcap > 0.0f) return false;
+  const double pairs = double(in.batch) * in.heads_kv;
+  const double ctas = std::fmax(1.0, double(device.sms) - std::fmax(0, in.sm_margin));
+  const double busy = pairs / (ctas * std::ceil(pairs / ctas));
+  const double row_bytes = 6.0 * in.head_dim + 2.0 * in.head_dim_v;
+  const double open_bytes = ctas * in.max_seqlen_q * (double(in.heads) / in.heads_kv) * row_bytes *
+                            (in.window_right >= 0 ? 0.5 : 1.0);
+  return busy >= 0.9 && open_bytes <= 0.67 * device.l2_bytes;
+}
+
 void fill_bwd_params(const BwdParams& in, const DeviceInfo& device, int tile_m, int tile_n,
-                     int compiled_head_dim, BwdKernelParams* out) {
+                     int compiled_head_dim, bool whole_pairs, BwdKernelParams* out) {
   fill_call_fields(in, out);
   out->dout_data = in.dout;
   out->dlse = in.dlse;
@@ -181,7 +199,8 @@ void fill_bwd_params(const BwdParams& in, const DeviceInfo& device, int tile_m, 
   out->plan = reinterpret_cast<int32_t*>(at);
   out->rows = reinterpret_cast<float*>(at + parts.plan);
   out->dq_sum = reinterpret_cast<float*>(at + parts.plan + parts.rows);
-  out->turns = parts.turns == 0
+  // A pair's parts of dQ are made in order anyhow where one CTA makes them all.
+  out->turns = parts.turns == 0 || whole_pairs
                    ? nullptr
                    : reinterpret_cast<int32_t*>(at + parts.plan + parts.rows + parts.dq_sum);
 
@@ -207,13 +226,14 @@ void fill_bwd_params(const BwdParams& in, const DeviceInfo& device, int tile_m, 
   out->q_tiles_all = int32_t(q_tiles_of(in, tile_m));
   out->k_tiles = is_ragged_k(in) ? 0 : blocks_for(in.max_seqlen_k, tile_n);
   const int64_t pairs = int64_t(in.batch) * in.heads_kv;
-  out->tiles = int32_t(out->k_tiles * pairs);
+  out->tiles = int32_t(whole_pairs ? pairs : out->k_tiles * pairs);
+  out->whole_pairs = whole_pairs;
 
   out->section_pairs = section_pairs(in, device, tile_m, *out);
   // Under a causal edge the last KV tile meets the fewest query tiles, and each tile begins at the
   // edge: if all start at once, a query tile gets the last KV tile's part first. So the sums of the
   // deterministic mode run in that order, and nobody waits long for a turn.
-  out->last_first = in.deterministic != 0 && in.window_right >= 0;
+  out->last_first = in.deterministic != 0 && in.window_right >= 0 && !whole_pairs;
 }
 
 int bwd_grid(const BwdParams& in, const DeviceInfo& device, const BwdKernelParams& params) {

@@ -20,9 +20,12 @@ struct BwdWorkspace {
 
 BwdWorkspace bwd_workspace(const BwdParams& in, int tile_m, int compiled_head_dim);
 
+// Whether a call takes the schedule `Whole` of its head dims, where there is one.
+bool takes_whole_pairs(const BwdParams& in, const DeviceInfo& device);
+
 // Everything but the tensor maps.
 void fill_bwd_params(const BwdParams& in, const DeviceInfo& device, int tile_m, int tile_n,
-                     int compiled_head_dim, BwdKernelParams* out);
+                     int compiled_head_dim, bool whole_pairs, BwdKernelParams* out);
 
 int bwd_grid(const BwdParams& in, const DeviceInfo& device, const BwdKernelParams& params);
 

@@ -45,17 +45,21 @@ class Work:
     """What all CTAs share. tiles: (first, end) of the query tiles of each KV tile, in claim order.
 
     heads: query heads of one KV head. All tiles are of one KV head, so they share its turns.
+    whole: a claim is for all tiles of a pair, of which there are `pairs`, with heads of their own.
     """
 
     # Of the consumers that share keys: waits for the next step stand before dQ's additions; those
-    # that leave out a tile's first step, of which they see nothing.
+    # that leave out a tile's query tile m_begin, of which they see nothing.
     ahead = False
     skipping = ()
 
-    def __init__(self, tiles, heads, stages, kv_stages, deterministic, key_tails, query_tail):
-        self.tiles, self.heads = tiles, heads
+    def __init__(self, tiles, heads, stages, kv_stages, deterministic, key_tails, query_tail,
+                 whole=False, pairs=1):  # fmt: skip
+        self.tiles, self.heads = tiles * pairs, heads
+        self.of_pair = len(tiles)
         self.stages, self.kv_stages = stages, kv_stages
         self.deterministic = deterministic
+        self.whole = whole
         self.key_tails, self.query_tail = key_tails, query_tail
         self.counter = 0
         self.turns = {}  # (head, m, chain): how many KV tiles have been added
@@ -63,8 +67,18 @@ class Work:
         self.gradients = []
 
     def steps(self, number):
-        first, end = self.tiles[number]
-        return [(number, head, m) for head in range(self.heads) for m in range(first, end)]
+        pair, n = divmod(number, self.of_pair)
+        heads = range(pair * self.heads, (pair + 1) * self.heads)
+        query_tiles = range(*self.tiles[number])
+        if self.whole and n % 2:  # visits_down()
+            query_tiles = query_tiles[::-1]
+        return [(number, head, m) for head in heads for m in query_tiles]
+
+    def skips(self, number, w):
+        """The step, the first or the last, for which the consumer makes nothing but a dS of 0."""
+        if (number, w) not in self.skipping or len(self.steps(number)) < 2:
+            return None
+        return -1 if self.whole and number % self.of_pair % 2 else 0
 
     def rank(self, number, m):
         return sum(first <= m < end for first, end in self.tiles[:number])
@@ -120,17 +134,19 @@ class Cta:
 
     def scheduler(self):
         count = 0
+        of_claim = self.work.of_pair if self.work.whole else 1
         while True:
-            slot, parity = count % TILE_SLOTS, count // TILE_SLOTS % 2
-            yield lambda: self.tile_empty[slot].passed(parity ^ 1)
             if count:
                 yield lambda: self.loaded.passed((count - 1) % 2)
-            number, self.work.counter = self.work.counter, self.work.counter + 1
-            self.tile[slot] = number if number < len(self.work.tiles) else -1
-            self.tile_full[slot].arrive()
-            if self.tile[slot] < 0:
-                return
-            count += 1
+            first, self.work.counter = self.work.counter, self.work.counter + of_claim
+            for number in range(first, first + of_claim):
+                slot, parity = count % TILE_SLOTS, count // TILE_SLOTS % 2
+                yield lambda: self.tile_empty[slot].passed(parity ^ 1)
+                self.tile[slot] = number if number < len(self.work.tiles) else -1
+                self.tile_full[slot].arrive()
+                if self.tile[slot] < 0:
+                    return
+                count += 1
 
     def tiles(self):
         """Waits for one tile after the other; the caller ends each by arriving at tile_empty."""
@@ -313,14 +329,14 @@ class Cta:
             if number < 0:
                 return
             steps = self.work.steps(number)
-            skips = len(steps) > 1 and (number, w) in self.work.skipping
             if steps:
                 kv, kv_parity = self.kv_position(with_work)
                 for x in "kv":
                     yield lambda: self.kv_full[x][kv].passed(kv_parity)
                     self.kv[x][kv].read(number)
+            skipped = self.work.skips(number, w)
             for index, step in enumerate(steps):
-                if skips and index == 0:
+                if index == skipped or index - len(steps) == skipped:
                     yield from write_ds(step)
                     for x in "qo":
                         yield arrived(x, count)
@@ -328,7 +344,7 @@ class Cta:
                     release("o", count)
                     count += 1
                     continue
-                if self.work.ahead and index == skips:
+                if self.work.ahead and index == (skipped == 0):
                     for x in "qo":
                         yield arrived(x, count)
                 if not self.work.ahead:
@@ -345,22 +361,23 @@ class Cta:
                 release("o", count)
                 if index:
                     yield from dq(steps[index - 1], count - 1)
-                if self.work.ahead and step != steps[-1]:
+                if self.work.ahead and index + 1 < len(steps) + (skipped or 0):
                     for x in "qo":
                         yield arrived(x, count + 1)
                 if index:
                     yield lambda: True
                     yield from add(steps[index - 1], count - 1)
                 count += 1
-            if steps:
-                yield from dq(steps[-1], count - 1)
+            for rest in range(2 if skipped == -1 else 1, 0, -1) if steps else []:
+                yield from dq(steps[-rest], count - rest)
                 yield lambda: True
-                release("q", count - 1)
-                for x in "kv":
-                    self.kv[x][kv].release()
-                self.kv_empty[kv].arrive()
-                with_work += 1
-                yield from add(steps[-1], count - 1)
+                release("q", count - rest)
+                if rest == 1:
+                    for x in "kv":
+                        self.kv[x][kv].release()
+                    self.kv_empty[kv].arrive()
+                    with_work += 1
+                yield from add(steps[-rest], count - rest)
             self.work.gradients.append((number, w))
             self.tile_empty[slot].arrive()
 
@@ -496,6 +513,27 @@ def test_every_part_is_added_once_whatever_the_order(roles, stages, kv_stages, d
                     wanted.setdefault(key, []).append(n)
             got = work.added if deterministic else {k: sorted(v) for k, v in work.added.items()}
             assert got == wanted
+
+
+@pytest.mark.parametrize("stages, kv_stages", [("22", 1), ("42", 1), ("42", 2), ("44", 2)])
+def test_whole_pairs_are_added_in_order_by_one_cta(stages, kv_stages):
+    for number, tiles in enumerate(tile_lists()):
+        for seed in range(4):
+            random.seed(1000 * number + seed)
+            pairs, heads = random.randint(1, 4), random.choice((1, 1, 2, 3))
+            places = dict(zip("qo", map(int, stages)))
+            all_tiles = range(len(tiles) * pairs)
+            tails = [False for _ in all_tiles]
+            work = Work(tiles, heads, places, kv_stages, False, tails, None,
+                        whole=True, pairs=pairs)  # fmt: skip
+            work.ahead = random.random() < 0.5
+            work.skipping = [(n, random.randint(0, 1)) for n in all_tiles if random.random() < 0.5]
+            ctas = random.choice((1, 2, 3, pairs + 1))
+            assert run(work, False, ctas), f"deadlock with tiles {tiles}, seed {seed}, CTAs {ctas}"
+            assert sorted(work.gradients) == [(n, w) for n in all_tiles for w in range(2)]
+            assert all(order == sorted(order) for order in work.added.values())
+            parts = sum(map(len, work.added.values()))
+            assert parts == 2 * sum(len(work.steps(n)) for n in all_tiles)
 
 
 def test_the_model_notices_a_turn_that_never_comes():

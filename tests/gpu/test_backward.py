@@ -90,6 +90,26 @@ def test_gradients_dense(d, dv, dtype, options):
     check(Case(d=d, dv=dv, dtype=dtype, **{**sizes, **options}))
 
 
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("options", [
+    dict(), dict(causal=True), dict(causal=True, heads=8), dict(heads=12, window=(60, 0)),
+    dict(window=(40, 90)), dict(causal=True, chunk=96), dict(lengths_q=(333,) * 33, causal=True),
+    dict(lengths_q=(1,) * 33), dict(lengths_k=(200,) * 33, causal=True)], ids=str)
+def test_gradients_of_pairs_that_fill_the_sms(d, options):
+    """C24, C25, C29: a CTA takes all keys of its pair, and dQ is reproducible without the flag."""
+    sizes = dict(heads=4, heads_kv=4, lengths_q=(200,) * 33, lengths_k=(333,) * 33)
+    case = Case(d=d, dtype=BF16, **{**sizes, **options})
+    check(case)
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        return
+    leaves = [t.requires_grad_() for t in case.make("cuda")]
+    out, _ = case.call(*leaves)
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    for run in range(5):
+        assert_same_bits(torch.autograd.grad(out, leaves, dout, retain_graph=True), first, run)
+
+
 @pytest.mark.parametrize("d, dv", DIMS)
 @pytest.mark.parametrize("options", [
     dict(), dict(causal=True, heads=4), dict(window=(50, 20), dtype=FP16), dict(chunk=64)], ids=str)

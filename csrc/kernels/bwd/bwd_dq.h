@@ -1,5 +1,5 @@
-// Sums of dQ in fp32: from a consumer's registers straight into the workspace, and the order of the
-// additions in deterministic calls.
+// Sums of dQ in fp32: from a consumer's registers straight into the workspace, the order of the
+// additions in deterministic calls, and dQ from the sums.
 //
 // The sums lie in the order of the threads' fragments, so that each thread adds 16 bytes and a warp
 // 512 contiguous ones; nothing passes through shared memory, whose bandwidth the products need.
@@ -9,6 +9,7 @@
 #include "kernels/bwd/bwd_params.h"
 #include "kernels/bwd/bwd_traits.h"
 #include "kernels/common/memory.h"
+#include "kernels/fwd/fwd_epilogue.h"
 
 namespace flash_attn3 {
 
@@ -21,6 +22,51 @@ __device__ __forceinline__ int dq_fragment_offset(int i, int thread) {
 template <class T>
 __device__ __forceinline__ int dq_piece_offset(int w) {
   return w * 64 * T::kDqColumns0;
+}
+
+// A thread's part of 32 columns of one row of dQ: four fragments of a piece from fragment `first`
+// on, of which it has two neighbouring columns each. `row` is its upper row in the sequence; the
+// lower one, 8 further, is half 1. All four threads of a row take part.
+template <class T>
+struct BwdDqRows {
+  using Element = typename T::Element;
+  const BwdKernelParams& params;
+  SequenceSpan q;
+  int head;
+  int row;
+  int first_column;  // of the piece
+
+  __device__ __forceinline__ void store(int first, int half, const float (&low)[4],
+                                        const float (&high)[4]) const {
+    const int quad = threadIdx.x % 4;
+    const int at = row + 8 * half;
+    // What lies in a row that is not in use is no number that matters: it gets 0.
+    const bool used = at < q.used;
+    uint32_t r[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      r[j] = used ? pack_two<Element>(low[j] * params.scale, high[j] * params.scale) : 0u;
+    }
+    transpose_quad(r, quad);
+    const int column = first_column + (first + quad) * 8;
+    if (at < q.rows && column < params.head_dim) {
+      Element* out = static_cast<Element*>(params.dq) + q.batch * params.dq_strides.batch +
+                     (int64_t(q.base) + at) * params.dq_strides.row + head * params.dq_strides.head;
+      store_16_bytes<T::kWholePairs>(out + column, r);
+    }
+  }
+};
+
+// The upper row of this thread in warpgroup w's piece of a query tile, and the piece's first
+// column.
+template <class T>
+__device__ __forceinline__ int dq_row_in_tile(int w) {
+  const int thread = threadIdx.x % 128;
+  return (T::kDqByRows ? w * 64 : 0) + thread / 32 * 16 + thread % 32 / 4;
+}
+template <class T>
+__device__ __forceinline__ int dq_first_column(int w) {
+  return T::kDqByRows ? 0 : w * T::kDqColumns0;
 }
 
 template <class T>
@@ -47,6 +93,77 @@ struct BwdDqAdder {
     if (params.turns == nullptr) [[likely]]
       return;
     warp_arrive(&shared.turn_done[chain][slot], threadIdx.x % 32);
+  }
+};
+
+// Whole pairs: a CTA makes all parts of a query tile's dQ, and every thread all parts of the same
+// elements. So program order alone orders them, the sums need neither zeros nor atomics, and with
+// the last part they go straight to dQ. Sums are by CTA, [query tile][head of the group]: what all
+// CTAs have open stays in L2.
+template <class T, int kColumns>
+struct BwdDqSettler {
+  static constexpr int kFloats = kColumns / 2;
+
+  const BwdKernelParams& params;
+  const BwdTile& tile;
+  int at;  // the sums' row
+  int w;
+
+  __device__ __forceinline__ bool is_fresh() const { return at >= tile.fresh_from; }
+  __device__ __forceinline__ bool is_final() const { return at < tile.final_to; }
+
+  __device__ __forceinline__ float* sums() const {
+    const int64_t row = int64_t(blockIdx.x) * (params.q_tiles * params.group) + at;
+    return params.dq_sum + row * (T::kBlockM * T::kHeadDim) + dq_piece_offset<T>(w) +
+           dq_fragment_offset(0, threadIdx.x % 128);
+  }
+
+  // The sums so far, before the wait for this part, so that L2's answer travels under the product.
+  __device__ __forceinline__ void fetch(float (&sum)[kFloats]) const {
+    const float* from = sums();
+    const bool later = !is_fresh();
+#pragma unroll
+    for (int i = 0; i < kFloats / 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum[4 * i + j] = 0.0f;
+      load_relaxed_4_if(later, from + dq_fragment_offset(i, 0), sum + 4 * i);
+    }
+  }
+
+  __device__ __forceinline__ void settle(float (&dq)[kFloats], const float (&sum)[kFloats]) const {
+#pragma unroll
+    for (int i = 0; i < kFloats; ++i) dq[i] += sum[i];
+    if (is_final()) {
+      write(dq);
+    } else {
+      float* to = sums();
+#pragma unroll
+      for (int i = 0; i < kFloats / 4; ++i) {
+        store_relaxed_4(to + dq_fragment_offset(i, 0), dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
+                        dq[4 * i + 3]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write(const float (&dq)[kFloats]) const {
+    const int m = at / params.group;
+    const int head = tile.head_kv * params.group + (at - m * params.group);
+    const SequenceSpan q{tile.q_batch, tile.q_base, tile.q_len, tile.q_len};
+    const BwdDqRows<T> rows{params, q, head, m * T::kBlockM + dq_row_in_tile<T>(w),
+                            dq_first_column<T>(w)};
+#pragma unroll
+    for (int i = 0; i < kColumns / 8; i += 4) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float low[4], high[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          low[j] = dq[4 * (i + j) + 2 * h];
+          high[j] = dq[4 * (i + j) + 2 * h + 1];
+        }
+        rows.store(i, h, low, high);
+      }
+    }
   }
 };
 

@@ -3,16 +3,18 @@
 
 #include "kernels/bwd/bwd_params.h"
 #include "kernels/bwd/bwd_traits.h"
+#include "kernels/common/memory.h"
 #include "kernels/fwd/fwd_epilogue.h"
 
 namespace flash_attn3 {
 
 // first_key: of this thread's two rows, 8 apart. The tensor is dK's or dV's.
-template <class Element, int kColumns>
+template <class T, int kColumns>
 __device__ __forceinline__ void store_key_gradients(const float (&acc)[kColumns / 2], float scale,
                                                     void* tensor, const Strides& strides,
                                                     const BwdTile& tile, int first_key,
                                                     int columns) {
+  using Element = typename T::Element;
   const int quad = threadIdx.x % 4;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -31,7 +33,7 @@ __device__ __forceinline__ void store_key_gradients(const float (&acc)[kColumns 
       transpose_quad(r, quad);
       const int column = (i + quad) * 8;
       if (key < tile.k_rows && column < columns) {
-        *reinterpret_cast<uint4*>(row + column) = make_uint4(r[0], r[1], r[2], r[3]);
+        store_16_bytes<T::kWholePairs>(row + column, r);
       }
     }
   }

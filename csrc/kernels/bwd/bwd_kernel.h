@@ -1,7 +1,10 @@
 // The persistent backward kernel: set-up, then each warpgroup takes its role.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/bwd/bwd_key_consumer.h"
+#include "kernels/bwd/bwd_pair_consumer.h"
 #include "kernels/bwd/bwd_producer.h"
 #include "kernels/bwd/bwd_role_consumer.h"
 #include "kernels/bwd/bwd_scheduler.h"
@@ -55,6 +58,10 @@ __device__ __forceinline__ void init_bwd_barriers(typename T::SharedMemory& shar
   mbarrier_init_fence();
 }
 
+template <class T, int kDqColumns, bool kSoftcap>
+using BwdKeysConsumer = std::conditional_t<T::kWholePairs, BwdPairConsumer<T, kDqColumns>,
+                                           BwdKeyConsumer<T, kDqColumns, kSoftcap>>;
+
 // Code of its own for each consumer only where they differ at compile time.
 template <class T, bool kSoftcap>
 __device__ __forceinline__ void run_bwd_consumer(const BwdKernelParams& params,
@@ -66,13 +73,13 @@ __device__ __forceinline__ void run_bwd_consumer(const BwdKernelParams& params,
       consume_tiles<T>(shared, BwdRoleConsumer<T, 1, kSoftcap>{params, shared, {params, shared}});
     }
   } else if constexpr (T::kDqColumns0 == T::kDqColumns1) {
-    using Consumer = BwdKeyConsumer<T, T::kDqColumns0, kSoftcap>;
+    using Consumer = BwdKeysConsumer<T, T::kDqColumns0, kSoftcap>;
     consume_tiles<T>(shared, Consumer{params, shared, w, {params, shared}});
   } else if (w == 0) {
-    using Consumer = BwdKeyConsumer<T, T::kDqColumns0, kSoftcap>;
+    using Consumer = BwdKeysConsumer<T, T::kDqColumns0, kSoftcap>;
     consume_tiles<T>(shared, Consumer{params, shared, 0, {params, shared}});
   } else {
-    using Consumer = BwdKeyConsumer<T, T::kDqColumns1, kSoftcap>;
+    using Consumer = BwdKeysConsumer<T, T::kDqColumns1, kSoftcap>;
     consume_tiles<T>(shared, Consumer{params, shared, 1, {params, shared}});
   }
 }
@@ -110,7 +117,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
   } else {
     registers_take<T::kConsumerRegisters>();
-    if (T::kSoftcapApart && params.tanh_factor == 0.0f) [[likely]] {
+    if (T::kWholePairs || (T::kSoftcapApart && params.tanh_factor == 0.0f)) [[likely]] {
       run_bwd_consumer<T, false>(params, shared, warp / 4 - 1);
     } else {
       run_bwd_consumer<T, true>(params, shared, warp / 4 - 1);

@@ -181,7 +181,7 @@ struct BwdKeyConsumer {
   __device__ __forceinline__ void make_ds(float (&dp)[kScores], const uint32_t (&p)[kScores / 2],
                                           const Rows& deltas, const float* rows,
                                           uint32_t (&ds)[kScores / 2]) const {
-    if constexpr (!kSoftcap && std::is_same_v<Element, __nv_bfloat16>) {
+    if constexpr (!kSoftcap && T::kSoftcapApart && std::is_same_v<Element, __nv_bfloat16>) {
       make_packed_score_gradients(dp, p, deltas, ds);
       return;
     }
@@ -204,7 +204,8 @@ struct BwdKeyConsumer {
 
   // One query tile. dK of the step before is still in flight at its start, dK of its own at its
   // end. `before` is the row in the workspace, [query tile][head], of the step before, whose dQ is
-  // made here; -1 in the first. next_m: the next step's query tile, -1 in the last.
+  // made here (whole pairs: BwdDqSettler's row); -1 in the first. next_m: the next step's query
+  // tile, -1 in the last.
   __device__ __forceinline__ void step(const BwdTile& tile, int m, int next_m, int before,
                                        float (&dk)[T::kHeadDim / 2], float (&dv)[T::kHeadDimV / 2],
                                        uint32_t (&ds)[kScores / 2], StepValues& values) {
@@ -238,17 +239,28 @@ struct BwdKeyConsumer {
       float dq[kDqColumns / 2];
       issue_dq(step_count - 1, dq);
       issue_dk(ds, dk);
-      if (next_m >= 0) read_ahead(tile, step_count + 1, next_m, values);
-      wgmma_wait<1>();
-      pin_registers(dq);
-      release_ds(step_count - 1);
-      adder.add(dq, before, step_count - 1, warpgroup, 0);
+      if constexpr (T::kWholePairs) {
+        const BwdDqSettler<T, kDqColumns> settler{params, tile, before, warpgroup};
+        float sum[kDqColumns / 2];
+        settler.fetch(sum);
+        if (next_m >= 0) read_ahead(tile, step_count + 1, next_m, values);
+        wgmma_wait<1>();
+        pin_registers(dq);
+        release_ds(step_count - 1);
+        settler.settle(dq, sum);
+      } else {
+        if (next_m >= 0) read_ahead(tile, step_count + 1, next_m, values);
+        wgmma_wait<1>();
+        pin_registers(dq);
+        release_ds(step_count - 1);
+        adder.add(dq, before, step_count - 1, warpgroup, 0);
+      }
     }
     ++step_count;
   }
 
-  // A tile's first step where its queries see no key of this warpgroup: dS is 0, for the other's
-  // piece of dQ too.
+  // A tile's first step (visits_down(): its last) where its queries see no key of this warpgroup:
+  // dS is 0, for the other's piece of dQ too.
   __device__ __forceinline__ void skip_step() {
     const int slot = ring_slot<T::kDsSlots>(step_count);
     mbarrier_wait(&shared.ds_empty[slot], ring_parity<T::kDsSlots>(step_count) ^ 1);
@@ -323,10 +335,10 @@ struct BwdKeyConsumer {
 
   __device__ __forceinline__ void store(const BwdTile& tile, const float (&dk)[T::kHeadDim / 2],
                                         const float (&dv)[T::kHeadDimV / 2]) const {
-    store_key_gradients<Element, T::kHeadDimV>(dv, 1.0f, params.dv, params.dv_strides, tile,
-                                               first_key(tile), params.head_dim_v);
-    store_key_gradients<Element, T::kHeadDim>(dk, params.scale, params.dk, params.dk_strides, tile,
-                                              first_key(tile), params.head_dim);
+    store_key_gradients<T, T::kHeadDimV>(dv, 1.0f, params.dv, params.dv_strides, tile,
+                                         first_key(tile), params.head_dim_v);
+    store_key_gradients<T, T::kHeadDim>(dk, params.scale, params.dk, params.dk_strides, tile,
+                                        first_key(tile), params.head_dim);
   }
 
   // A tile that no query sees.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <type_traits>
 
 #include <cuda.h>
 #include <cudaTypedefs.h>
@@ -110,7 +111,7 @@ template <class T>
 Status launch_bwd(const BwdParams& in, const DeviceInfo& device, cudaStream_t stream,
                   BwdPlan* plan) {
   BwdKernelParams params;
-  fill_bwd_params(in, device, T::kBlockM, T::kBlockN, T::kHeadDim, &params);
+  fill_bwd_params(in, device, T::kBlockM, T::kBlockN, T::kHeadDim, T::kWholePairs, &params);
   const int grid = bwd_grid(in, device, params);
   Status status = prepare_bwd_kernel<T>(in.device);
   if (!status.ok()) return status;
@@ -130,18 +131,33 @@ Status launch_bwd(const BwdParams& in, const DeviceInfo& device, cudaStream_t st
   error = launch_overlapped(bwd_kernel<T>, unsigned(grid), T::kThreads, bwd_shared_bytes<T>(),
                             stream, params);
   if (error != cudaSuccess) return cuda_status("launching the backward kernel", error);
-  error =
-      launch_overlapped(bwd_postprocess_kernel<T>, side_grid, kBwdSideThreads, 0, stream, params);
-  return error == cudaSuccess ? Status{}
-                              : cuda_status("launching the backward's last kernel", error);
+  if constexpr (!T::kWholePairs) {
+    error =
+        launch_overlapped(bwd_postprocess_kernel<T>, side_grid, kBwdSideThreads, 0, stream, params);
+    if (error != cudaSuccess) return cuda_status("launching the backward's last kernel", error);
+  }
+  return {};
 }
+
+template <class Schedules, class = void>
+struct HasWhole : std::false_type {};
+template <class Schedules>
+struct HasWhole<Schedules, std::void_t<typename Schedules::Whole>> : std::true_type {};
 
 // The kernels of these head dims.
 template <class Element, int kHeadDim, int kHeadDimV>
 Status launch_bwd_of(const BwdParams& in, const DeviceInfo& device, cudaStream_t stream,
                      BwdPlan* plan) {
-  using Schedule = typename BwdScheduleOf<kHeadDim, kHeadDimV>::Type;
-  return launch_bwd<BwdTraits<Element, kHeadDim, kHeadDimV, Schedule>>(in, device, stream, plan);
+  using Schedules = BwdScheduleOf<kHeadDim, kHeadDimV>;
+  if constexpr (HasWhole<Schedules>::value) {
+    using Whole = typename Schedules::Whole;
+    static_assert(Whole::kBlockM == Schedules::Type::kBlockM, "they share the workspace's sizes");
+    if (takes_whole_pairs(in, device)) {
+      return launch_bwd<BwdTraits<Element, kHeadDim, kHeadDimV, Whole>>(in, device, stream, plan);
+    }
+  }
+  return launch_bwd<BwdTraits<Element, kHeadDim, kHeadDimV, typename Schedules::Type>>(
+      in, device, stream, plan);
 }
 
 }  // namespace flash_attn3

@@ -75,10 +75,11 @@ struct BwdKernelParams {
   int32_t q_tiles;      // of a dense sequence
   int32_t q_tiles_all;  // of the workspace
   int32_t k_tiles;      // of a dense sequence
-  int32_t tiles;        // KV tiles of a dense call, KV heads counted
+  int32_t tiles;        // KV tiles of a dense call, KV heads counted; whole pairs: pairs
   // Of a dense call: so many (batch, KV head) pairs take turns, the first tile of each before the
   // second; 1 means one pair after the other.
   int32_t section_pairs;
+  int32_t whole_pairs;  // a CTA takes all KV tiles of a pair (BwdDqSettler)
   int32_t last_first;  // KV tiles of a pair from the last down: what the order of dQ's sums follows
 };
 

@@ -3,7 +3,6 @@
 
 #include "kernels/bwd/bwd_dq.h"
 #include "kernels/bwd/bwd_preprocess.h"
-#include "kernels/fwd/fwd_epilogue.h"
 
 namespace flash_attn3 {
 
@@ -13,12 +12,9 @@ template <class T, int kColumns>
 __device__ __forceinline__ void write_dq_piece(const BwdKernelParams& params,
                                                const WorkspaceTile& tile, int head, int w,
                                                const float* sums) {
-  using Element = typename T::Element;
   const int thread = threadIdx.x % 128;
-  const int quad = thread % 4;
-  const int first_row =
-      tile.row0 + (T::kDqByRows ? w * 64 : 0) + thread / 32 * 16 + thread % 32 / 4;
-  const int first_column = T::kDqByRows ? 0 : w * T::kDqColumns0;
+  const BwdDqRows<T> rows{params, tile.q, head, tile.row0 + dq_row_in_tile<T>(w),
+                          dq_first_column<T>(w)};
 #pragma unroll 2
   for (int i = 0; i < kColumns / 8; i += 4) {
     float4 four[4];
@@ -26,27 +22,10 @@ __device__ __forceinline__ void write_dq_piece(const BwdKernelParams& params,
     for (int j = 0; j < 4; ++j) {
       four[j] = *reinterpret_cast<const float4*>(sums + dq_fragment_offset(i + j, thread));
     }
-    const int column = first_column + (i + quad) * 8;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = first_row + 8 * h;
-      // What lies in a row that is not in use is no number that matters: it gets 0.
-      const bool used = row < tile.q.used;
-      uint32_t r[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float low = h == 0 ? four[j].x : four[j].z;
-        const float high = h == 0 ? four[j].y : four[j].w;
-        r[j] = used ? pack_two<Element>(low * params.scale, high * params.scale) : 0u;
-      }
-      transpose_quad(r, quad);
-      if (row < tile.q.rows && column < params.head_dim) {
-        Element* out = static_cast<Element*>(params.dq) + tile.q.batch * params.dq_strides.batch +
-                       (int64_t(tile.q.base) + row) * params.dq_strides.row +
-                       head * params.dq_strides.head;
-        *reinterpret_cast<uint4*>(out + column) = make_uint4(r[0], r[1], r[2], r[3]);
-      }
-    }
+    rows.store(i, 0, {four[0].x, four[1].x, four[2].x, four[3].x},
+               {four[0].y, four[1].y, four[2].y, four[3].y});
+    rows.store(i, 1, {four[0].z, four[1].z, four[2].z, four[3].z},
+               {four[0].w, four[1].w, four[2].w, four[3].w});
   }
 }
 

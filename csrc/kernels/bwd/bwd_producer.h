@@ -29,6 +29,9 @@ __device__ __forceinline__ bool has_query_tail(const BwdKernelParams& params, co
 
 template <class T>
 struct BwdProducer {
+  // Whole pairs: one CTA alone reads them, and they are of no use once its pair is done.
+  static constexpr uint64_t kQueryHint = T::kWholePairs ? kReadAgain : kReadOften;
+
   const BwdKernelParams& params;
   typename T::SharedMemory& shared;
   int lane;
@@ -56,7 +59,7 @@ struct BwdProducer {
       uint64_t* barrier =
           has_query_tail<T>(params, tile, m) ? &shared.q_tail[stage] : &shared.q_full[stage];
       mbarrier_arrive_expect_bytes(barrier, T::kQueryBytes);
-      copy_panels<Panel<T::kHeadDim>>(params.q, barrier, kReadOften, shared.q[stage], T::kBlockM,
+      copy_panels<Panel<T::kHeadDim>>(params.q, barrier, kQueryHint, shared.q[stage], T::kBlockM,
                                       tile.q_base + m * T::kBlockM, head, tile.q_batch);
     }
     __syncwarp();
@@ -69,7 +72,7 @@ struct BwdProducer {
       uint64_t* barrier =
           has_query_tail<T>(params, tile, m) ? &shared.dout_tail[stage] : &shared.dout_full[stage];
       mbarrier_arrive_expect_bytes(barrier, T::kDoutBytes + T::kRowBytes);
-      copy_panels<Panel<T::kHeadDimV>>(params.dout, barrier, kReadOften, shared.dout[stage],
+      copy_panels<Panel<T::kHeadDimV>>(params.dout, barrier, kQueryHint, shared.dout[stage],
                                        T::kBlockM, tile.q_base + m * T::kBlockM, head,
                                        tile.q_batch);
       const int64_t at = int64_t(tile.q_tile0 + m) * params.heads + head;
@@ -120,9 +123,10 @@ struct BwdProducer {
       for (int g = 0; g < params.group; ++g) {
         const int head = tile.head_kv * params.group + g;
 #pragma unroll 1
-        for (int m = tile.m_begin; m < tile.m_end; ++m, ++count) {
+        for (int nth = 0; nth < tile.m_end - tile.m_begin; ++nth, ++count) {
+          const int m = visits_down<T>(tile) ? tile.m_end - 1 - nth : tile.m_begin + nth;
           load_q(tile, head, m, count);
-          if (g == 0 && m == tile.m_begin) load_kv(tile, tiles_with_work++);
+          if (g == 0 && nth == 0) load_kv(tile, tiles_with_work++);
           load_dout(tile, head, m, count);
         }
       }

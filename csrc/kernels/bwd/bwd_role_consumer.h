@@ -247,11 +247,11 @@ struct BwdRoleConsumer {
   __device__ __forceinline__ void store(const BwdTile& tile,
                                         const float (&gradient)[kSecondDim / 2]) const {
     if constexpr (kRole == 0) {
-      store_key_gradients<Element, kSecondDim>(gradient, 1.0f, params.dv, params.dv_strides, tile,
-                                               first_key(tile), params.head_dim_v);
+      store_key_gradients<T, kSecondDim>(gradient, 1.0f, params.dv, params.dv_strides, tile,
+                                         first_key(tile), params.head_dim_v);
     } else {
-      store_key_gradients<Element, kSecondDim>(gradient, params.scale, params.dk, params.dk_strides,
-                                               tile, first_key(tile), params.head_dim);
+      store_key_gradients<T, kSecondDim>(gradient, params.scale, params.dk, params.dk_strides, tile,
+                                         first_key(tile), params.head_dim);
     }
   }
 

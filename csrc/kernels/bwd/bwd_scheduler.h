@@ -82,7 +82,53 @@ struct BwdScheduler {
     }
   }
 
+  // Whole pairs: a claim is for all KV tiles of a pair, in their order. Ranges of query tiles only
+  // move up with the KV tile; an empty one can stand before all others or behind them.
+  __device__ __forceinline__ void run_pairs() {
+    uint32_t count = 0;
+    for (;;) {
+      int pair = 0;
+      if (count > 0) mbarrier_wait(&shared.loaded, (count - 1) & 1);
+      if (lane == 0) pair = atomicAdd(params.plan + BwdTileOrder::kCounter, 1);
+      pair = __shfl_sync(0xffffffffu, pair, 0);
+      const bool more = pair < params.tiles && params.k_tiles > 0;
+      int fresh_from = 0;
+#pragma unroll 1
+      for (int n = 0; n < (more ? params.k_tiles : 1); ++n, ++count) {
+        const int slot = ring_slot<T::kTileSlots>(count);
+        mbarrier_wait(&shared.tile_empty[slot], ring_parity<T::kTileSlots>(count) ^ 1);
+        BwdTile& info = shared.tiles[slot];
+        if (lane == 0) {
+          info.head_kv = -1;
+          if (more) {
+            const int sequence = pair / params.heads_kv;
+            info.head_kv = pair - sequence * params.heads_kv;
+            fill_tile(sequence, n, info);
+            const int next_key = (n + 1) * T::kBlockN;
+            const BlockRange next =
+                query_tiles(params.mask, next_key, smaller(next_key + T::kBlockN, info.k_len) - 1,
+                            info.q_len, info.k_len, T::kBlockM);
+            info.fresh_from = fresh_from * params.group;
+            info.final_to = (next.begin < next.end ? next.begin : info.m_end) * params.group;
+            fresh_from = info.m_end;
+          }
+          mbarrier_arrive(&shared.tile_full[slot]);
+        }
+        __syncwarp();
+      }
+      if (!more) return;
+    }
+  }
+
   __device__ __forceinline__ void run() {
+    if constexpr (T::kWholePairs) {
+      run_pairs();
+    } else {
+      run_tiles();
+    }
+  }
+
+  __device__ __forceinline__ void run_tiles() {
     const int tiles = params.cu_seqlens_k != nullptr
                           ? params.plan[BwdTileOrder::kTiles] * params.heads_kv
                           : params.tiles;

@@ -20,9 +20,10 @@ enum class BwdSplit {
 };
 
 // What bwd_config.h chooses for a pair of head dims: query rows a tile, places for Q, for
-// dO, and for K and V, registers of a consumer's thread.
+// dO, and for K and V, registers of a consumer's thread. kWholePairs: a CTA takes all KV tiles of a
+// pair of batch and KV head, one after the other, and makes dQ from its sums itself.
 template <BwdSplit kSplit_, int kBlockM_, int kQStages_, int kDoutStages_, int kKvStages_,
-          int kConsumerRegisters_>
+          int kConsumerRegisters_, bool kWholePairs_ = false>
 struct BwdSchedule {
   static constexpr BwdSplit kSplit = kSplit_;
   static constexpr int kBlockM = kBlockM_;
@@ -31,10 +32,11 @@ struct BwdSchedule {
   static constexpr int kDoutStages = kDoutStages_;
   static constexpr int kKvStages = kKvStages_;
   static constexpr int kConsumerRegisters = kConsumerRegisters_;
+  static constexpr bool kWholePairs = kWholePairs_;
 };
 
 // One unit of work: a KV tile of one KV head. Written by the scheduler warp, read by all others.
-struct BwdTile {
+struct alignas(64) BwdTile {
   int32_t head_kv;  // -1: no more work
   int32_t n;        // KV tile within its sequence
   int32_t k_len;    // keys in use
@@ -45,11 +47,22 @@ struct BwdTile {
   int32_t q_batch;
   int32_t q_base;
   int32_t q_tile0;  // of the workspace: the sequence's first query tile
-  int32_t m_begin;  // query tiles m_begin <= m < m_end, visited upwards, head after head
+  int32_t m_begin;  // query tiles m_begin <= m < m_end, head after head (visits_down())
   int32_t m_end;
   BlockRange plain[2];  // of each half of the keys: query tiles that need no mask
   int32_t m_first[2];   // of each half: the first query tile that sees any of its keys
+  // Whole pairs: rows of the sums, as BwdDqSettler counts them, that get their first part of dQ
+  // here (from fresh_from on), and their last one (below final_to).
+  int32_t fresh_from;
+  int32_t final_to;
 };
+
+// Whole pairs: every second KV tile visits its query tiles downwards, so that of Q, dO and dQ's
+// sums those come first which are in L2 for certain.
+template <class T>
+__device__ __forceinline__ bool visits_down(const BwdTile& tile) {
+  return T::kWholePairs && tile.n % 2 != 0;
+}
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, class Schedule>
 struct BwdTraits : Schedule {
@@ -61,6 +74,7 @@ struct BwdTraits : Schedule {
   using Schedule::kKvStages;
   using Schedule::kQStages;
   using Schedule::kSplit;
+  using Schedule::kWholePairs;
 
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
@@ -92,6 +106,7 @@ struct BwdTraits : Schedule {
   static_assert((kQStages & (kQStages - 1)) == 0, "slots are counted with a mask");
   static_assert((kDoutStages & (kDoutStages - 1)) == 0);
   static_assert(kKvStages == 1 || kKvStages == 2);
+  static_assert(!(kRoles && kWholePairs));
 
   static constexpr int kKeyBytes = kBlockN * kHeadDim * 2;
   static constexpr int kValueBytes = kBlockN * kHeadDimV * 2;

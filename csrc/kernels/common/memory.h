@@ -25,6 +25,28 @@ __device__ __forceinline__ void reduce_add_4(float* destination, float a, float 
                : "memory");
 }
 
+// Four floats to and from L2. One thread's accesses to the same address are seen in the order of
+// the program.
+__device__ __forceinline__ void store_relaxed_4(float* destination, float a, float b, float c,
+                                                float d) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "f"(a),
+               "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
+// The load only if `wanted`; no branch.
+__device__ __forceinline__ void load_relaxed_4_if(bool wanted, const float* source, float* four) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %5, 0;\n"
+      "@wanted ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "+f"(four[0]), "+f"(four[1]), "+f"(four[2]), "+f"(four[3])
+      : "l"(source), "r"(uint32_t(wanted))
+      : "memory");
+}
+
 __device__ __forceinline__ int load_acquire(const int* address) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -34,6 +56,36 @@ __device__ __forceinline__ int load_acquire(const int* address) {
 // Everything that this thread has seen or done comes before the addition, for all who acquire it.
 __device__ __forceinline__ void add_release(int* address, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// 4 or 16 bytes to shared memory, without a register between; zeros where they are not wanted. The
+// thread itself may read them after wait_for_async_copies().
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* destination, const void* source, bool wanted) {
+  static_assert(kBytes == 4 || kBytes == 16);
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(destination)),
+                 "l"(source), "r"(wanted ? 16 : 0)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(destination)),
+                 "l"(source), "r"(wanted ? 4 : 0)
+                 : "memory");
+  }
+}
+
+__device__ __forceinline__ void wait_for_async_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// 16 bytes that nobody reads again soon. kPassing: what is in L2 rather stays than they.
+template <bool kPassing>
+__device__ __forceinline__ void store_16_bytes(void* destination, const uint32_t (&r)[4]) {
+  if constexpr (kPassing) {
+    __stcs(static_cast<uint4*>(destination), make_uint4(r[0], r[1], r[2], r[3]));
+  } else {
+    *static_cast<uint4*>(destination) = make_uint4(r[0], r[1], r[2], r[3]);
+  }
 }
 
 // Four 8x8 matrices of 16-bit elements to shared memory, each transposed: lane l gives the address

@@ -9,6 +9,7 @@ namespace flash_attn3 {
 
 // What L2 is told of the data.
 constexpr uint64_t kReadOnce = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
+constexpr uint64_t kReadAgain = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
 constexpr uint64_t kReadOften = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
 
 // One tile of `rows` rows as panels P, one copy each, counted at `barrier`.
