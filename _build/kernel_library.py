@@ -29,7 +29,9 @@ MEMORY_PER_JOB = 2 * GIB
 SLOW_KERNEL_REMARKS = {
     "C7508": "setmaxnreg was ignored",
     "C7510": "WGMMA was serialised",
+    "C7511": "WGMMA was serialised (too few registers)",
     "C7512": "WGMMA was serialised (too few registers)",
+    "C7513": "WGMMA was serialised",
     "C7514": "WGMMA was serialised (accumulator registers touched in flight)",
     "C7515": "WGMMA was serialised",
 }

@@ -212,14 +212,19 @@ def run_case(library: Fp8Library, case: Fp8Case) -> tuple[bool | None, str]:
             factors[which] = wide[:, ::2]
         options.update(q_descale=factors[0], k_descale=factors[1], v_descale=factors[2])
     try:
-        call = library.prepare_fp8(*made, **options)
+        call = library.prepare_fp8(*made, exact_lse=True, **options)
         call.poison()
         out = call()
+        plain = library.prepare_fp8(*made, **options)
+        plain.poison()
+        same = torch.equal(plain().view(torch.int16), out.view(torch.int16))
         synchronize()
     except NotImplementedError as error:
         return None, first_line(error)
     except ValueError as error:
         return False, f"ValueError: {first_line(error)}"
+    if not same:
+        return False, "out with an exact LSE differs from out without"
     return compare(case, made, factors, inputs, out, call.lse)
 
 
@@ -268,10 +273,11 @@ def compare(case: Fp8Case, made, factors, inputs, out, lse) -> tuple[bool, str]:
     native_largest, native_relative = errors(native, reference)
     ratio = relative / max(native_relative, 1e-9)
     # Blocks are rounded relative to the maximum so far, so the largest error is another draw than
-    # the formula's. The tensor unit's 13 bits show in the scores, and so in the LSE.
+    # the formula's. The tensor unit's 13 bits show in the scores, and so in the LSE: by 0.04 at
+    # D 256 and an LSE of 46, as in cuBLAS's sums.
     passed = (relative <= 1.1 * native_relative + 1e-5
               and largest <= 1.5 * native_largest + 1e-5
-              and worst_lse <= 1e-3 + 5e-4 * largest_lse)
+              and worst_lse <= 1e-3 + 1e-3 * largest_lse)
     return passed, (f"rel {relative:.2e} ({ratio:.2f} of plain)  max {largest:.2e} "
                     f"({largest / max(native_largest, 1e-9):.2f})  lse {worst_lse:.1e}")
 

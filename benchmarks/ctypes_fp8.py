@@ -39,6 +39,7 @@ class Fp8Params(ctypes.Structure):
         ("k_scale", Fp8Scale),
         ("v_scale", Fp8Scale),
         ("v_transposed", c_int32),
+        ("exact_lse", c_int32),
     ]
 
 
@@ -180,7 +181,7 @@ class PreparedFp8(PreparedForward):
 
     def __init__(
         self, library: Fp8Library, q, k, v, *, q_descale=None, k_descale=None, v_descale=None,
-        head_dim_v=None, **options,
+        head_dim_v=None, exact_lse=False, **options,
     ):  # fmt: skip
         def tensor(x):
             return x.data if isinstance(x, Quantized) else x
@@ -196,7 +197,8 @@ class PreparedFp8(PreparedForward):
                   for x, descale in ((q, q_descale), (k, k_descale), (v, v_descale))]
         self._keep_fp8 = (q, k, v, q_descale, k_descale, v_descale)
         self.params.v = tensor(v).data_ptr()
-        self.fp8 = Fp8Params(self.params, *map(_scale, scales), int(transposed))
+        self.fp8 = Fp8Params(self.params, *map(_scale, scales), int(transposed),
+                             int(exact_lse))
         self._fp8_reference = ctypes.byref(self.fp8)
 
     def plan(self) -> FwdPlan:

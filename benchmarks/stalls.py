@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 ENDS = {"BRA", "WARPGROUP", "BAR", "EXIT"}
-SHOWN = {"MUFU", "FMNMX", "HGMMA", "FADD", "F2FP", "STSM", "REDG", "LDS", "STL", "LDL"}
+SHOWN = {"MUFU", "FMNMX", "HGMMA", "QGMMA", "FADD", "F2FP", "STSM", "REDG", "LDS", "STL", "LDL"}
 
 
 def read_instructions(path: Path) -> tuple[list[str], list[list[str]]]:
@@ -51,7 +51,7 @@ def stretches(header: list[str], rows: list[list[str]]) -> list[dict]:
         current["opcodes"][opcode(row[1])] += 1
         for i, name in reasons.items():
             current["reasons"][name] += int(row[i] or 0)
-        last_of_group = opcode(row[1]) == "HGMMA" and "gsb0" in row[1]
+        last_of_group = opcode(row[1]) in ("HGMMA", "QGMMA") and "gsb0" in row[1]
         if opcode(row[1]) in ENDS or last_of_group:
             current["end"] = row[1].strip()
             found.append(current)

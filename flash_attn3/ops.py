@@ -44,7 +44,8 @@ SCHEMAS = {
     "bwd_torch": f"bwd_torch{_BACKWARD_SCHEMA}",
     "fwd_e4m3": "fwd_e4m3(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, "
                 "Tensor? v_scale, SymInt q_block, SymInt k_block, SymInt v_block, "
-                f"bool v_transposed, {OPTIONS_SCHEMA}) -> (Tensor out, Tensor lse)",
+                f"bool v_transposed, bool exact_lse, {OPTIONS_SCHEMA}) "
+                "-> (Tensor out, Tensor lse)",
     "quantize": "quantize(Tensor x, Tensor? mean, Tensor? cu_seqlens, Tensor? seqused, "
                 "SymInt block, bool rotate, bool transposed) -> (Tensor values, Tensor scale)",
     "row_mean": "row_mean(Tensor x, Tensor? cu_seqlens, Tensor? seqused) -> Tensor",
@@ -135,7 +136,7 @@ def _fake_fwd_out(q, k, v, *rest) -> None:
 
 
 def _fake_fwd_e4m3(q, k, v, q_scale, k_scale, v_scale, q_block, k_block, v_block, v_transposed,
-                   cu_seqlens_q, *options) -> tuple[Tensor, Tensor]:
+                   exact_lse, cu_seqlens_q, *options) -> tuple[Tensor, Tensor]:
     head_dim_v = v.shape[2] if v_transposed else v.shape[-1]
     out = q.new_empty((*q.shape[:-1], head_dim_v), dtype=torch.bfloat16)
     return out, q.new_empty(lse_shape(q, cu_seqlens_q is not None), dtype=torch.float32)

@@ -221,7 +221,8 @@ def attend(q: Operand, k: Operand, v: Operand, qv: Optional[Tensor], descales: t
            options: tuple, with_lse: bool) -> tuple[Tensor, Tensor]:
     """(out in bfloat16, lse) of a checked call whose k and v are e4m3.
 
-    with_lse False: the LSE of a call with smooth_k may lack what was taken off the scores.
+    with_lse False: the LSE may be that of probabilities rounded to e4m3, off by up to 0.03, and of
+    a call with smooth_k may lack what was taken off the scores.
     """
     cu_seqlens_q, cu_seqlens_k, seqused_q = options[:3]
     scale = options[6]
@@ -239,7 +240,7 @@ def attend(q: Operand, k: Operand, v: Operand, qv: Optional[Tensor], descales: t
     if by_kernel:
         out, lse = torch.ops.flash_attn3.fwd_e4m3(
             q8.data, k8.data, v8.data, q8.scale, k8.scale, v8.scale, q8.block, k8.block, v8.block,
-            v8.transposed, *options)
+            v8.transposed, with_lse, *options)
     else:
         lead_q, lead_k = (tuple(t.shape[:-2]) for t in rows[:2])
         qf = e4m3.dequantize(q8.data, q8.scale, q8.block, lead_q, cu_seqlens_q)

@@ -198,6 +198,7 @@ FwdResult fwd_e4m3_cuda(const Tensor& q_in, const Tensor& k_in, const Tensor& v_
   p.k_scale = of_k.view;
   p.v_scale = of_v.view;
   p.v_transposed = v_transposed ? 1 : 0;
+  p.exact_lse = exact_lse ? 1 : 0;
   char message[kMessageSize] = "";
   throw_status(flash_attn3_fp8_fwd(&p, stream_of(device), message, sizeof(message)), message);
   return {std::move(out), std::move(lse)};

@@ -79,7 +79,7 @@ TORCH_LIBRARY(flash_attn3, m) {
   m.def(
       "fwd_e4m3(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
       "SymInt q_block, SymInt k_block, SymInt v_block, bool "
-      "v_transposed, " FLASH_ATTN3_OPTION_SCHEMA ") -> (Tensor out, Tensor lse)",
+      "v_transposed, bool exact_lse, " FLASH_ATTN3_OPTION_SCHEMA ") -> (Tensor out, Tensor lse)",
       tags);
   m.def(
       "quantize(Tensor x, Tensor? mean, Tensor? cu_seqlens, Tensor? seqused, SymInt block, "

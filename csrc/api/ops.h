@@ -32,10 +32,10 @@ using OptionalTensor = std::optional<Tensor>;
 // block of so many rows of a head.
 #define FLASH_ATTN3_SCALE_PARAMETERS(Int)                                                      \
   const OptionalTensor &q_scale, const OptionalTensor &k_scale, const OptionalTensor &v_scale, \
-      Int q_block, Int k_block, Int v_block, bool v_transposed
+      Int q_block, Int k_block, Int v_block, bool v_transposed, bool exact_lse
 
 #define FLASH_ATTN3_SCALE_ARGUMENTS \
-  q_scale, k_scale, v_scale, q_block, k_block, v_block, v_transposed
+  q_scale, k_scale, v_scale, q_block, k_block, v_block, v_transposed, exact_lse
 
 using FwdResult = std::tuple<Tensor, Tensor>;          // out, lse
 using QuantizeResult = std::tuple<Tensor, Tensor>;     // values, scale

@@ -3,6 +3,7 @@
 
 #include "host/fwd_dispatch.h"
 #include "kernels/fp8/quantize.h"
+#include "kernels/fp8/quantize_rotated.h"
 
 namespace flash_attn3 {
 namespace {
@@ -57,13 +58,11 @@ QuantizeArgs fill(const QuantizeParams& in) {
   return args;
 }
 
-template <class Element, int kGroup, bool kTurned>
-cudaError_t launch(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) {
-  const int threads = larger(32, args.block_rows * kGroup / kQuantizePasses);
+cudaError_t launch_by(void (*kernel)(QuantizeArgs), const QuantizeArgs& args, int64_t ctas,
+                      int threads, cudaStream_t stream) {
   const int bytes = args.transposed != 0
                         ? ValueLayout::kKeys * (quantize_row_bytes(args.head_dim) + args.head_dim)
                         : 0;
-  const auto kernel = quantize_kernel<Element, kGroup, kTurned>;
   cudaError_t error = cudaSuccess;
   if (bytes > 48 * 1024) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -73,14 +72,44 @@ cudaError_t launch(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) 
   return cudaGetLastError();
 }
 
-template <class Element, bool kTurned>
+template <class Element, int kGroup, bool kCentred>
+cudaError_t launch(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) {
+  const int threads = larger(32, args.block_rows * kGroup / kQuantizePasses);
+  return launch_by(quantize_kernel<Element, kGroup, kCentred>, args, ctas, threads, stream);
+}
+
+template <class Element, bool kCentred>
 cudaError_t launch_for(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) {
   const int lanes = args.head_dim / 16;
-  if (lanes <= 1) return launch<Element, 1, kTurned>(args, ctas, stream);
-  if (lanes <= 2) return launch<Element, 2, kTurned>(args, ctas, stream);
-  if (lanes <= 4) return launch<Element, 4, kTurned>(args, ctas, stream);
-  if (lanes <= 8) return launch<Element, 8, kTurned>(args, ctas, stream);
-  return launch<Element, 16, kTurned>(args, ctas, stream);
+  if (lanes <= 1) return launch<Element, 1, kCentred>(args, ctas, stream);
+  if (lanes <= 2) return launch<Element, 2, kCentred>(args, ctas, stream);
+  if (lanes <= 4) return launch<Element, 4, kCentred>(args, ctas, stream);
+  if (lanes <= 8) return launch<Element, 8, kCentred>(args, ctas, stream);
+  return launch<Element, 16, kCentred>(args, ctas, stream);
+}
+
+template <class Element, int kParts, bool kMixed>
+cudaError_t launch_rotated(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) {
+  return launch_by(quantize_rotated_kernel<Element, kParts, kMixed>, args, ctas,
+                   args.block_rows * 2, stream);
+}
+
+template <class Element>
+cudaError_t launch_rotated_for(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) {
+  if (args.rotate_size == 256) return launch_rotated<Element, 4, true>(args, ctas, stream);
+  if (args.rotate_size == 128) return launch_rotated<Element, 2, true>(args, ctas, stream);
+  const int parts = blocks_for(args.head_dim, 64);
+  if (parts == 1) return launch_rotated<Element, 1, false>(args, ctas, stream);
+  if (parts == 2) return launch_rotated<Element, 2, false>(args, ctas, stream);
+  if (parts == 3) return launch_rotated<Element, 3, false>(args, ctas, stream);
+  return launch_rotated<Element, 4, false>(args, ctas, stream);
+}
+
+template <class Element>
+cudaError_t launch_any(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) {
+  if (args.rotate_size != 0) return launch_rotated_for<Element>(args, ctas, stream);
+  return args.mean != nullptr ? launch_for<Element, true>(args, ctas, stream)
+                              : launch_for<Element, false>(args, ctas, stream);
 }
 
 // Checked, and the call's device made current for the time of `work`.
@@ -100,12 +129,9 @@ Status quantize(const QuantizeParams& in, cudaStream_t stream) {
   const int64_t ctas =
       int64_t(args.blocks) * args.heads * (in.cu_seqlens != nullptr ? 1 : in.batch);
   if (ctas > 0x7fffffff) return Status::invalid("the tensor has too many blocks.");
-  const bool turned = args.rotate_size != 0 || args.mean != nullptr;
-  const bool bf16 = in.dtype == DType::kBFloat16;
-  const cudaError_t error = turned ? (bf16 ? launch_for<__nv_bfloat16, true>(args, ctas, stream)
-                                           : launch_for<__half, true>(args, ctas, stream))
-                                   : (bf16 ? launch_for<__nv_bfloat16, false>(args, ctas, stream)
-                                           : launch_for<__half, false>(args, ctas, stream));
+  const cudaError_t error = in.dtype == DType::kBFloat16
+                                ? launch_any<__nv_bfloat16>(args, ctas, stream)
+                                : launch_any<__half>(args, ctas, stream);
   return error == cudaSuccess ? Status{} : cuda_status("launching the quantise kernel", error);
 }
 

@@ -93,6 +93,8 @@ struct Fp8Params {
   Fp8Scale v_scale;
   // V as QuantizeParams::transposed writes it, instead of rows: fwd.v_strides are of no use then.
   int32_t v_transposed;
+  // 0: the LSE may be that of rounded probabilities, off by up to 0.03, which is faster.
+  int32_t exact_lse;
 };
 
 // Makes e4m3 and scales of one of Q, K and V, dense or ragged.

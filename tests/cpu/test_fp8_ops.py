@@ -17,7 +17,8 @@ pytestmark = pytest.mark.cpu
 fa3 = torch.ops.flash_attn3
 
 
-def fwd_e4m3(q, k, v, q_scale, k_scale, v_scale, q_block, k_block, v_block, v_transposed, *options):
+def fwd_e4m3(q, k, v, q_scale, k_scale, v_scale, q_block, k_block, v_block, v_transposed,
+             exact_lse, *options):
     cu_q, cu_k = options[:2]
     lead_k = tuple(k.shape[:-2])
     out, lse = blockwise_forward(
@@ -88,12 +89,12 @@ def test_opcheck_fwd_e4m3(kind, scales):
     if scales in ("none", "head"):
         q, k, v = (t.to(E4M3) for t in (q, k, v))
         scale = torch.rand(2, 2) + 0.5 if scales == "head" else None
-        args = (q, k, v, scale, scale, scale, 0, 0, 0, False)
+        args = (q, k, v, scale, scale, scale, 0, 0, 0, False, True)
     else:
         parts = quantize(q, k, v, block=64, cu_seqlens_q=rest[0], cu_seqlens_k=rest[1],
                          transpose_v=scales == "transposed")
         args = (*(t.data for t in parts), *(t.scale for t in parts), *(t.block for t in parts),
-                parts.v.transposed)
+                parts.v.transposed, True)
     check_fwd_e4m3((*args, *rest))
 
 
@@ -134,7 +135,7 @@ def test_fakes_on_cuda():
         assert mean.shape == (3, 2, 64) and mean.dtype == torch.float32
         keys, k_scale = fa3.quantize(k, mean, cu, None, 128, True, False)
         out, lse = fa3.fwd_e4m3(values, keys, tiles, scale, k_scale, v_scale, 64, 128, 128, True,
-                                *options(200, 200, cu, cu))
+                                False, *options(200, 200, cu, cu))
         assert out.shape == (300, 4, 32) and out.dtype == torch.bfloat16
         assert lse.shape == (4, 300) and lse.dtype == torch.float32
         values, scale = fa3.quantize(empty(2, 130, 4, 64), None, None, None, 128, False, True)
@@ -154,7 +155,7 @@ def test_the_operators_refuse_gradients():
     for args in ((q.clone().requires_grad_(), k, v, None, None, None),
                  (q, k, v, None, scale, None)):
         with pytest.raises(NotImplementedError, match="^(q|k_scale) requires a gradient"):
-            fa3.fwd_e4m3(*args, 0, 0, 0, False, *rest)
+            fa3.fwd_e4m3(*args, 0, 0, 0, False, True, *rest)
     with torch.no_grad():
         assert fa3.quantize(x, None, None, None, 128, False, False)[0].dtype == E4M3
 

@@ -2,7 +2,8 @@
 
 As in test_pipeline_model.py, whose barriers, rings, scheduler and tile lists serve here. Between
 the producer and the consumers stand two warps that transpose V; consumers issue products either
-together (Q K^T of the newest block with P V of the one before) or in turn (P V, then Q K^T).
+together (Q K^T of the newest block with P V of the one before) or in turn (P V, then Q K^T);
+"early" is in turn too, but the next one's turn comes in between.
 """
 
 import random
@@ -15,7 +16,7 @@ from test_pipeline_model import Barrier, Kernel, Ring, tile_lists
 CONFIG = Path(__file__).parents[2] / "csrc" / "kernels" / "fp8" / "fp8_config.h"
 SCHEDULE = re.compile(
     r"Fp8ScheduleOf<(\d+), (\d+)>.*?Fp8Schedule<(\d), (\d), (\d), (\d), (\d),\s*"
-    r"QuerySource::(\w+),\s*OutPath::\w+,\s*Promotion::(\w+)(?:,\s*RowSums::\w+,\s*(\w+))?>",
+    r"QuerySource::(\w+),\s*OutPath::\w+,\s*Promotion::(\w+)(?:,\s*RowSums::\w+(?:,\s*(\w+))?)?>",
     re.DOTALL)
 
 
@@ -23,7 +24,7 @@ def schedules():
     """(name, consumers, K, raw, V and Q stages, Q in registers, how products are issued, turns)."""
     for match in SCHEDULE.finditer(CONFIG.read_text()):
         d, dv, *numbers, source, promotion, turns = match.groups()
-        order = {"kChunks": "in turn"}.get(promotion, "both" if int(dv) > 64 else "together")
+        order = "both" if promotion == "kWhole" else "early" if dv == "256" else "in turn"
         yield (f"{d},{dv}", *map(int, numbers), source == "kRegisters", order, turns != "false")
 
 
@@ -143,14 +144,21 @@ class Fp8Kernel(Kernel):
                     n = blocks - 1
                 new_tile = number != current[1]
                 plain = not new_tile and random.random() < 0.5
-                if self.order == "in turn" or (self.order == "both" and not plain):
+                if self.order == "early" or self.order == "in turn" or not plain:
+                    early = self.order == "early"
+                    if early and plain:  # V first
+                        yield lambda: self.full["v"][rings["v"].slot].passed(rings["v"].parity)
                     yield my_turn
                     yield from read("v", current[1:])
+                    if early:
+                        pass_turn()
+                        yield lambda: True
                     release("v")
                     if new_tile:
                         yield from take_q(number)
                     yield from read("k", (number, n))
-                    pass_turn()
+                    if not early:
+                        pass_turn()
                     if new_tile:
                         store(*current[:2])
                     yield lambda: True

@@ -138,6 +138,29 @@ def test_results_are_the_same_from_run_to_run():
             assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("d, dv", DIMS[:4])
+def test_out_does_not_depend_on_whether_an_lse_is_asked_for(d, dv, scales):
+    given, descales = Fp8Case(lengths_q=(300,) * 2, lengths_k=(1000,) * 2, d=d, dv=dv, heads=4,
+                              heads_kv=2, causal=True, **SCALES[scales]).operands("cuda")
+    out, _ = flash_attn_func(*given, **descales, causal=True, return_attn_probs=True)
+    assert torch.equal(flash_attn_func(*given, **descales, causal=True), out)
+
+
+def test_lse_has_the_error_of_the_tensor_units_scores():
+    """13 bits of a sum over 256 columns: at scores near 46 the LSE is off by 0.04. cuBLAS, which
+    sums in the same unit, gives the same scores."""
+    q, k, v = (half(1, 4000, 1, 256) for _ in range(3))
+    q = q * 8
+    q, k, v = (t.to(E4M3) for t in (q, k, v))
+    _, lse = flash_attn_func(q, k, v, return_attn_probs=True)
+    one = torch.ones((), device="cuda")
+    scores = torch._scaled_mm(q[0, :, 0], k[0, :, 0].T, one, one, out_dtype=torch.float32,
+                              use_fast_accum=True)
+    want = torch.logsumexp(scores.double() / 16, 1)
+    assert float((lse[0, 0].double() - want).abs().max()) < 1e-4
+
+
 def test_nan_and_infinities_of_a_query_stay_in_its_row():
     q, k, v = half(1, 300, 2, 128), half(1, 300, 2, 128), half(1, 300, 2, 128)
     q[0, 70, 1, 3], q[0, 200, 0, 4] = float("nan"), float("inf")
@@ -266,7 +289,7 @@ def test_opcheck(ragged):
     assert set(opcheck(fa3.quantize.default, args).values()) == success
     parts = quantize(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu)
     args = (*(t.data for t in parts), *(t.scale for t in parts), *(t.block for t in parts),
-            parts.v.transposed, *rest)
+            parts.v.transposed, True, *rest)
     # test_schema has no arithmetic for e4m3 inputs.
     utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     assert set(opcheck(fa3.fwd_e4m3.default, args, test_utils=utils).values()) == success
@@ -284,7 +307,7 @@ def test_opcheck(ragged):
 def test_direct_calls_with_wrong_arguments(change, error, pattern):
     q, k, v = (half(2, 60, 2, 64).to(E4M3) for _ in range(3))
     named = {**dict(q_scale=None, k_scale=None, v_scale=None, q_block=0, k_block=0, v_block=0,
-                    v_transposed=False), **change}
+                    v_transposed=False, exact_lse=True), **change}
     rest = (None, None, None, None, 60, 60, 0.25, True, -1, 0, 0, 0.0, False, 0)
     with pytest.raises(error, match=pattern):
         fa3.fwd_e4m3(q, k, v, *named.values(), *rest)

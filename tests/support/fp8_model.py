@@ -10,9 +10,7 @@ import math
 import torch
 
 KEYS = 128
-TOP_EXPONENT = 6  # fp8_probabilities.h: where references may grow old
-EXACT_TOP_EXPONENT = 8  # where every block's maximum moves them
-TOO_LARGE = 2.0**8
+TOP_EXPONENT = 8  # fp8_probabilities.h
 LARGEST = 448.0
 
 
@@ -38,14 +36,13 @@ def tensor_unit_sum(p, v, start):
 
 
 def attention_model(q, k, v, score_scale=None, q_scale=1.0, k_scale=None, v_scale=None,
-                    promote_every=1, exact=True, top_exponent=None, cut_sums=True):
+                    promote_every=1, rounded_sums=False, top_exponent=TOP_EXPONENT,
+                    cut_sums=True):
     """One head: e4m3 values q (sq, D), k, v (sk, D); scales of blocks of 128 keys (blocks,).
 
-    q_scale is a number or (sq, 1). exact: RowMaximum::kEachBlock; else kWhenTooOld. Returns out
-    (sq, D), lse (sq,) and the share of blocks in which a warp had to pack P again.
+    q_scale is a number or (sq, 1). rounded_sums: the sums of a row, for out and LSE alike, are
+    those of P after rounding. Returns out (sq, D) and lse (sq,).
     """
-    if top_exponent is None:
-        top_exponent = EXACT_TOP_EXPONENT if exact else TOP_EXPONENT
     sq, sk = q.shape[0], k.shape[0]
     blocks = -(-sk // KEYS)
     ones = torch.ones(blocks, dtype=torch.float64)
@@ -55,36 +52,25 @@ def attention_model(q, k, v, score_scale=None, q_scale=1.0, k_scale=None, v_scal
     reference = torch.full((sq, 1), -3.4e38, dtype=torch.float64)
     total = torch.zeros(sq, 1, dtype=torch.float64)
     out = torch.zeros(sq, v.shape[1], dtype=torch.float64)
-    partial, pending, moves = torch.zeros_like(out), 0, 0
-    for number, n in enumerate(range(blocks - 1, -1, -1)):
+    partial, pending = torch.zeros_like(out), 0
+    for n in range(blocks - 1, -1, -1):
         keys = slice(n * KEYS, min(sk, (n + 1) * KEYS))
         x = q.double() @ k[keys].double().T * (scale * q_scale * k_scale[n])
-        top = x.amax(1, keepdim=True)
-        if number == 0 or exact:
-            moving = top > reference + top_exponent
-        else:
-            # A warp: 16 rows.
-            large = to_e4m3(torch.exp2(x - reference)).amax(1) >= TOO_LARGE
-            padded = torch.nn.functional.pad(large, (0, -sq % 16)).view(-1, 16).any(1)
-            moves += int(padded.sum())
-            warp = padded.repeat_interleave(16)[:sq, None]
-            moving = warp & (top > reference + top_exponent)
-        after = torch.where(moving, top - top_exponent, reference)
+        after = torch.maximum(reference, x.amax(1, keepdim=True) - top_exponent)
         factor = torch.exp2(reference - after)
         reference = after
         out, partial, total = out * factor, partial * factor, total * factor
         p = torch.exp2(x - reference)
-        total = total + p.sum(1, keepdim=True)
         rounded, values = to_e4m3(p), v[keys].double()
+        total = total + (rounded if rounded_sums else p).sum(1, keepdim=True)
         partial = tensor_unit_sum(rounded, values, partial) if cut_sums else partial + (
             rounded @ values)
         pending += 1
         if pending == promote_every or n == 0:
             out = out + partial * v_scale[n]
             partial, pending = torch.zeros_like(out), 0
-    warps = -(-sq // 16) * max(blocks - 1, 1)
     lse = (reference + torch.log2(total))[:, 0] * math.log(2)
-    return out / total, lse, moves / warps
+    return out / total, lse
 
 
 def attention_exact(q, k, v, score_scale=None):

@@ -177,12 +177,11 @@ __device__ __forceinline__ void issue_pv(const uint32_t (&p)[K / 4], uint32_t v_
 // O[64 x kOutputs] (+)= P[64 x K] V[K x kOutputs] in e4m3: V lies transposed, a panel of K bytes a
 // row, of which kOutputs rows from v_address on are read.
 template <int kOutputs, int K>
-__device__ __forceinline__ void issue_pv_transposed(const uint32_t (&p)[K / 8], uint32_t v_address,
-                                                    float* o, bool accumulate) {
+__device__ __forceinline__ void issue_pv_transposed_at(const uint32_t (&p)[K / 8], uint32_t v,
+                                                       float* o, bool accumulate) {
   using P = Panel<K, 1>;
   static_assert(P::kCount == 1);
   using Op = typename WgmmaOp<__nv_fp8_e4m3, kOutputs, gmma::Major::K>::Register;
-  const uint32_t v = k_major_low(v_address);
 #pragma unroll
   for (int k = 0; k < K / 32; ++k) {
     detail::wgmma_rs<Op>(
@@ -190,6 +189,12 @@ __device__ __forceinline__ void issue_pv_transposed(const uint32_t (&p)[K / 8], 
         k == 0 ? (accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero) : gmma::ScaleOut::One,
         std::make_index_sequence<kOutputs / 2>{});
   }
+}
+
+template <int kOutputs, int K>
+__device__ __forceinline__ void issue_pv_transposed(const uint32_t (&p)[K / 8], uint32_t v_address,
+                                                    float* o, bool accumulate) {
+  issue_pv_transposed_at<kOutputs, K>(p, k_major_low(v_address), o, accumulate);
 }
 
 // C[64 x N] = A[64 x K] B[K x N], both from shared memory: A's k runs along its columns (panels of

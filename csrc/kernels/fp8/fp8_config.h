@@ -13,22 +13,22 @@ struct Fp8ScheduleOf;
 template <>
 struct Fp8ScheduleOf<64, 64> {
   using Type =
-      Fp8Schedule<3, 4, 3, 4, 2, QuerySource::kRegisters, OutPath::kStaged, Promotion::kChunks>;
+      Fp8Schedule<3, 4, 3, 4, 2, QuerySource::kShared, OutPath::kStaged, Promotion::kChunks>;
 };
 template <>
 struct Fp8ScheduleOf<128, 128> {
   using Type =
-      Fp8Schedule<2, 4, 2, 4, 2, QuerySource::kShared, OutPath::kStaged, Promotion::kWhole>;
+      Fp8Schedule<2, 3, 2, 4, 2, QuerySource::kShared, OutPath::kStaged, Promotion::kWhole>;
 };
 template <>
 struct Fp8ScheduleOf<192, 128> {
-  using Type =
-      Fp8Schedule<2, 4, 2, 2, 1, QuerySource::kShared, OutPath::kStaged, Promotion::kWhole>;
+  using Type = Fp8Schedule<2, 4, 2, 2, 1, QuerySource::kShared, OutPath::kStaged, Promotion::kWhole,
+                           RowSums::kExact>;
 };
 template <>
 struct Fp8ScheduleOf<256, 256> {
   using Type = Fp8Schedule<2, 2, 2, 2, 1, QuerySource::kShared, OutPath::kDirect,
-                           Promotion::kChunks, RowSums::kExact, false>;
+                           Promotion::kChunks, RowSums::kExact>;
 };
 
 }  // namespace flash_attn3

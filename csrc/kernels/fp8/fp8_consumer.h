@@ -1,10 +1,8 @@
 // A consumer warpgroup of the e4m3 forward. The stream of blocks, the turns and the handling of
 // masks are the forward's (FwdConsumer); what differs is what happens to P and to the sums of P V.
 //
-// P is e4m3. With kExactTop, every block's maximum moves the references, and the largest P of a row
-// is the power of two that e4m3 holds without an error. Otherwise plain blocks take the references
-// as they are, as in the forward; a packed probability of 2^8 or more moves them, and P is scaled
-// and packed again.
+// P is e4m3. Every block's maximum moves the references, so that the largest P of a row is the
+// power of two that e4m3 holds without an error.
 //
 // Sums: the tensor unit's are those of one block; they are added to O in fp32, which is kept in
 // units of the newest block's scale of V. Scales of Q and K go with the scores' scale.
@@ -40,9 +38,8 @@ struct Fp8Consumer : FwdConsumer<T> {
   using Base::warpgroup;
   using typename Base::Element;
 
-  static constexpr int kTop = T::kExactTop ? kExactTopExponent : kTopExponent;
-  // Three consumers lack the registers for what follows quick_tops() when a row is negative.
-  static constexpr bool kQuickTops = T::kConsumers == 2;
+  // Three consumers lack the registers to work out the next block's addresses early.
+  static constexpr bool kAims = T::kConsumers == 2;
   // Of row sums, behind the last columns of O: two columns of both rows, all of them the same.
   static constexpr int kSums = T::kTensorSums ? 4 : 0;
   // Sums that the tensor unit adds to. With chunks they are the registers of scores.
@@ -67,6 +64,7 @@ struct Fp8Consumer : FwdConsumer<T> {
     float o[kOutputs];        // all blocks of its tile before it
     float partial[kPartial];  // P V of one block
     float factor[2];          // of O, when P V of `current` is added
+    float exact[2];           // sums of a row before rounding, if the LSE shall be exact
     SoftmaxRows rows;
     StreamBlock current;
     Aim aim;
@@ -85,7 +83,7 @@ struct Fp8Consumer : FwdConsumer<T> {
   template <bool kPlain>
   __device__ __forceinline__ float take_block(Stream& t) {
     if (!kPlain && newest.first()) Base::take_q(t.q);
-    if constexpr (kPlain) {
+    if constexpr (kPlain && kAims) {
       mbarrier_wait_at(t.aim.k_full, t.aim.parity);
     } else {
       mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
@@ -94,6 +92,7 @@ struct Fp8Consumer : FwdConsumer<T> {
   }
 
   __device__ __forceinline__ void aim(Stream& t) {
+    if constexpr (!kAims) return;
     t.aim.k_full = shared_address(&shared.k_full[k_ring.slot()]);
     t.aim.parity = k_ring.parity();
     t.aim.k = k_major_low(shared_address(shared.k[k_ring.slot()]));
@@ -220,15 +219,69 @@ struct Fp8Consumer : FwdConsumer<T> {
   }
 
   // All of it, before anything else is issued.
+  template <bool kPlain, bool kTurn>
   __device__ __forceinline__ void add_current(Stream& t, float (&s)[kScratch]) {
-    if constexpr (T::kInChunks) {
+    if constexpr (kTurn && !(kPlain && kInPieces)) take_turn();
+    if constexpr (kPlain && kInPieces) {
+      add_in_pieces(t);
+    } else if constexpr (T::kInChunks) {
       mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
       add_columns<T::kHeadDimV - kChunkColumns>(t, s);
       pin_registers(t.p);
+      if constexpr (kTurn && kPassesEarly) pass_turn();
     } else {
       issue_whole(t);
       weigh_partial(t);
       settle_whole(t);
+    }
+  }
+
+  // Two products of 64 columns are under way at a time: while one is added to O, the other runs.
+  // The turn is passed when the last has been issued.
+  static constexpr bool kInPieces = T::kInChunks && T::kHeadDimV == 256;
+  static constexpr bool kPassesEarly = kInPieces;
+  static constexpr int kPieces = T::kHeadDimV / 64;
+  static constexpr int kPiece = 32;  // registers
+
+  __device__ __forceinline__ void add_in_pieces(Stream& t) {
+    mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
+    const uint32_t v = k_major_low(shared_address(shared.v[v_ring.slot()]));
+    const float weight = value_weight();
+    take_carry(t);
+    take_turn();
+    float first[kPiece], second[kPiece];
+    issue_piece<0>(t, v, first);
+    issue_piece<1>(t, v, second);
+    add_pieces<0>(t, v, weight, first, second);
+    pin_registers(t.p);
+  }
+
+  template <int kIndex>
+  __device__ __forceinline__ void issue_piece(Stream& t, uint32_t v, float (&to)[kPiece]) {
+    wgmma_fence();
+    issue_pv_transposed_at<64, T::kBlockN>(t.p, v + (kIndex * 64 * T::kBlockN >> 4), to, false);
+    wgmma_commit();
+  }
+
+  template <int kIndex>
+  __device__ __forceinline__ void add_pieces(Stream& t, uint32_t v, float weight,
+                                             float (&from)[kPiece], float (&other)[kPiece]) {
+    wgmma_wait<kIndex + 1 < kPieces ? 1 : 0>();
+    pin_registers(from);
+    // A branch each time: without one the assembler adds several pieces after the last product.
+    if (weight != 1.0f) [[unlikely]] {
+      scale_by(from, weight);
+      add_outputs<kIndex * kPiece, kPiece>(t, from);
+    } else {
+      add_outputs<kIndex * kPiece, kPiece>(t, from);
+    }
+    if constexpr (kIndex + 2 < kPieces) {
+      float next[kPiece];
+      issue_piece<kIndex + 2>(t, v, next);
+      if constexpr (kIndex + 3 == kPieces) pass_turn();
+      add_pieces<kIndex + 1>(t, v, weight, other, next);
+    } else if constexpr (kIndex + 1 < kPieces) {
+      add_pieces<kIndex + 1>(t, v, weight, other, from);
     }
   }
 
@@ -246,11 +299,12 @@ struct Fp8Consumer : FwdConsumer<T> {
   // Whether a row's largest exponent of two is so far from 0 that it is rounded to a multiple of
   // 1/2: then an exact one minus a rounded one is no exponent that P could have. -inf, of rows that
   // see no key of the block, is not far.
+  static constexpr float kFarFromZero = 4194304.0f;
   __device__ __forceinline__ static bool far_from_zero(const float (&top)[2], float scale) {
     bool far = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      far |= fabsf(top[h] * scale) >= 4194304.0f && top[h] != kMinusInfinity;
+      far |= fabsf(top[h] * scale) >= kFarFromZero && top[h] != kMinusInfinity;
     }
     return far;
   }
@@ -271,192 +325,99 @@ struct Fp8Consumer : FwdConsumer<T> {
                                                          float scale, float (&factor)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // Rounded up: no probability is above 2^kTop.
-      const float next = fmaxf(rows.reference[h], __fmaf_ru(top[h], scale, -float(kTop)));
+      // Rounded up: no probability is above 2^kTopExponent.
+      const float next = fmaxf(rows.reference[h], __fmaf_ru(top[h], scale, -float(kTopExponent)));
       factor[h] = exp2_approx(rows.reference[h] - next);
       rows.reference[h] = next;
-      if constexpr (!T::kTensorSums) rows.sum[h] *= factor[h];
     }
   }
 
-  // All scores to probabilities; their sums, unless the tensor unit makes them.
-  __device__ __forceinline__ static void exponentiate(SoftmaxRows& rows, float (&s)[kScores],
-                                                      float scale) {
-    if constexpr (T::kTensorSums) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        s[i] = exp2_approx(fmaf(s[i], scale, -rows.reference[i / 2 % 2]));
+  // Whether quick_tops() did not do: a row is negative, far from zero, or NaN.
+  __device__ __forceinline__ static bool rare(const float (&top)[2], float scale) {
+    const uint32_t larger_of =
+        max(__float_as_uint(top[0] * scale), __float_as_uint(top[1] * scale));
+    return larger_of >= __float_as_uint(kFarFromZero);
+  }
+
+  // Scores to packed probabilities, and their sums where the tensor unit's do not do.
+  __device__ __forceinline__ void finish_scores(Stream& t, float (&s)[kScores], float scale,
+                                                const float (&factor)[2]) {
+    if constexpr (T::kLseSums == LseSums::kAsked) {
+      if (fp8.exact_lse) {
+        exponentiate<true>(t, s, scale, factor);
+      } else {
+        exponentiate<false>(t, s, scale, factor);
       }
     } else {
-      rows.template exponentiate<0, kScores>(s, scale, rows.sum);
+      exponentiate<T::kLseSums == LseSums::kExact>(t, s, scale, factor);
     }
   }
 
-  // Probabilities of a plain block are packed. Where one came out too large, the reference of its
-  // row moves so far that the largest becomes 2^kTopExponent. K is released.
-  __device__ __forceinline__ void check_plain(Stream& t, float (&s)[kScores], float scale) {
-    if (__any_sync(0xffffffffu, any_too_large(t.p))) [[unlikely]] {
-      float top[2];
-      largest_of_rows(s, top);
-      float factor[2];
-      if (__any_sync(0xffffffffu, top[0] == -kMinusInfinity || top[1] == -kMinusInfinity)) {
-        compute_again(t, s, scale, top, factor);
-      } else {
-        constexpr float kTop = 1 << kTopExponent;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const bool moves = top[h] > kTop;  // not where it is NaN
-          factor[h] = moves ? kTop * reciprocal_approx(top[h]) : 1.0f;
-          t.rows.reference[h] += moves ? __log2f(top[h]) - float(kTopExponent) : 0.0f;
-          if constexpr (!T::kTensorSums) t.rows.sum[h] *= factor[h];
-        }
-        scale_scores(s, factor);
-      }
-      pack_probabilities_e4m3(s, t.p);
-      t.factor[0] = factor[0];
-      t.factor[1] = factor[1];
-    }
-    release_k(false);
-  }
-
-  __device__ __forceinline__ static void scale_scores(float (&s)[kScores],
+  template <bool kSumsUp>
+  __device__ __forceinline__ static void exponentiate(Stream& t, float (&s)[kScores], float scale,
                                                       const float (&factor)[2]) {
+    float part[2][2] = {};  // two chains a row: an addition waits four cycles for the last
+                            // By the registers of P: three consumers have none to spare.
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) s[i] *= factor[i / 2 % 2];
-  }
-
-  // Some row has a probability of 2^128 or more: the scores themselves are needed again. Such a
-  // row's sum is lost, and was 0 beside the new ones; the others' holds this block already.
-  __device__ __forceinline__ void compute_again(Stream& t, float (&s)[kScores], float scale,
-                                                const float (&top)[2], float (&factor)[2]) {
-    recompute_scores(t.q, s);
-    fence_shared_to_async_proxy();  // K and Q read before the copy engine writes there again
-    float largest[2];
-    tops_of_rows(s, largest);
-    move_references(t.rows, largest, scale, factor);
-    SoftmaxRows fresh{{t.rows.reference[0], t.rows.reference[1]}, {0.0f, 0.0f}};
-    exponentiate(fresh, s, scale);
-    if constexpr (!T::kTensorSums) {
+    for (int r = 0; r < kScores / 4; ++r) {
+      const int h = r % 2;
+      float p[4];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (top[h] == -kMinusInfinity) t.rows.sum[h] = fresh.sum[h];
+      for (int byte = 0; byte < 4; ++byte) {
+        p[byte] =
+            exp2_approx(fmaf(s[ValueLayout::score_of_byte(r, byte)], scale, -t.rows.reference[h]));
+        if constexpr (kSumsUp) part[h][byte % 2] += p[byte];
       }
+      t.p[r] = pack_four_e4m3(p[0], p[1], p[2], p[3]);
     }
-  }
-
-  // As the forward's, but in a loop that needs few registers: mma.sync has no e4m3 here, the
-  // assembler converts to fp16, and fetched ahead the fragments would spill.
-  __device__ __forceinline__ void recompute_scores(uint32_t (&q)[kQueryRegisters],
-                                                   float (&s)[kScores]) {
-    const uint32_t k_base = shared_address(shared.k[k_ring.slot()]);
-    const int lane = Base::thread() % 32;
+    if constexpr (kSumsUp) {
+      float (&sum)[2] = T::kTensorSums ? t.exact : t.rows.sum;
 #pragma unroll
-    for (int n = 0; n < kScores / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) s[8 * n + i] = 0.0f;
-      if constexpr (T::kQueryInRegisters) {
-#pragma unroll
-        for (int k = 0; k < Base::kQuerySteps; ++k) {
-          multiply(n, k, lane, k_base, {{q[4 * k], q[4 * k + 1], q[4 * k + 2], q[4 * k + 3]}}, s);
-        }
-      } else {
-#pragma unroll 1
-        for (int k = 0; k < Base::kQuerySteps; ++k) {
-          uint32_t a[4];
-          Base::load_q_fragment(k, a);
-          multiply(n, k, lane, k_base, {{a[0], a[1], a[2], a[3]}}, s);
-        }
-      }
+      for (int h = 0; h < 2; ++h) sum[h] = fmaf(sum[h], factor[h], part[h][0] + part[h][1]);
     }
-  }
-
-  struct Fragment {
-    uint32_t a[4];
-  };
-
-  __device__ __forceinline__ static void multiply(int n, int k, int lane, uint32_t k_base,
-                                                  const Fragment& q, float (&s)[kScores]) {
-    uint32_t b[4];
-    load_matrix_x4(b, Base::template fragment_address<T::kBlockN>(
-                          k_base, n * 16 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
-    mma_16x8<typename T::Input>(s + 8 * n, q.a, b[0], b[1]);
-    mma_16x8<typename T::Input>(s + 8 * n + 4, q.a, b[2], b[3]);
   }
 
   // --- steps ------------------------------------------------------------------------------------
 
   template <bool kPlain>
   __device__ __forceinline__ void step(Stream& t) {
-    if constexpr (T::kInChunks || !(kPlain || T::kOverlapsEdges)) {
+    if constexpr (T::kInChunks || !kPlain) {
       step_in_turn<kPlain>(t);
     } else {
-      step_overlapped<kPlain>(t);
+      step_overlapped(t);
     }
   }
 
-  // As in the forward, Q K^T of `newest` and P V of `current` are issued together. P V is so short
-  // that it is done when the maximum is: from there on one stretch of code without a wait or a
-  // branch exponentiates, adds P V to O and packs P, so that the exponential unit, which takes one
-  // in eight cycles, never waits and all else happens meanwhile.
-  template <bool kPlain>
+  // A plain block, as in the forward: Q K^T of `newest` and P V of `current` are issued together.
+  // P V is so short that it is done when the maximum is: from there on one stretch of code without
+  // a wait or a branch exponentiates, adds P V to O and packs P.
   __device__ __forceinline__ void step_overlapped(Stream& t) {
     float s[kScores];
-    float scale = take_block<kPlain>(t);
+    float scale = take_block<true>(t);
     take_turn();
-    if constexpr (kPlain) {
-      issue_aimed(t, s);
-    } else {
-      issue_qk(t.q, s);
-    }
+    issue_aimed(t, s);
     issue_whole(t);
     pass_turn();
-    EndOfTile end;
-    const bool new_tile = !kPlain && newest.first();
-    if constexpr (!kPlain) {
-      if (new_tile) begin_end(t, end);
-    }
+    const float weight = value_weight();
     wgmma_wait<1>();
     pin_registers(s);
-    constexpr bool kMoves = !kPlain || T::kExactTop;
-    float factor[2] = {1.0f, 1.0f};
-    if constexpr (kMoves) release_k(!kPlain && newest.last());
-    if constexpr (kPlain) {
-      scale *= fp8.scale_log2;
-    } else {
-      scale = exponent_scale(scale, s);
-      adjust_scores(newest, s);
-    }
+    release_k(false);
+    scale *= fp8.scale_log2;
     float top[2];
-    bool rare = value_weight() != 1.0f;
-    if constexpr (kPlain && kMoves && kQuickTops) {
-      quick_tops(s, top);
-      rare |= any_negative(top);
-    } else if constexpr (kMoves) {
-      tops_of_rows(s, top);
-    }
-    if constexpr (kMoves) rare |= far_from_zero(top, scale);
+    quick_tops(s, top);
     // The assembler moves the wait for P V above all that stands before it, but not over a branch.
-    if (__any_sync(0xffffffffu, rare)) [[unlikely]] {
-      if constexpr (kPlain && kMoves && kQuickTops) tops_of_rows(s, top);
+    if (__any_sync(0xffffffffu, rare(top, scale) || weight != 1.0f)) [[unlikely]] {
+      tops_of_rows(s, top);
       weigh_partial(t);
-      if constexpr (kMoves) {
-        if (far_from_zero(top, scale)) scale_first(s, top, scale);
-      }
+      if (far_from_zero(top, scale)) scale_first(s, top, scale);
     }
-    if constexpr (kMoves) move_references(t.rows, top, scale, factor);
+    float factor[2];
+    move_references(t.rows, top, scale, factor);
     settle_whole(t);
-    if constexpr (!kPlain) {
-      if (new_tile) {
-        finish_end(t, end);
-        clear_out(t);
-      }
-    }
     release_v();
+    finish_scores(t, s, scale, factor);
     t.factor[0] = factor[0];
     t.factor[1] = factor[1];
-    exponentiate(t.rows, s, scale);
-    pack_probabilities_e4m3(s, t.p);
-    if constexpr (!kMoves) check_plain(t, s, scale);
     aim(t);
     t.current = newest;
   }
@@ -465,94 +426,72 @@ struct Fp8Consumer : FwdConsumer<T> {
   // products run: where registers do not hold sums, scores and the state of masks at a time.
   template <bool kPlain>
   __device__ __forceinline__ void step_in_turn(Stream& t) {
-    constexpr bool kMoves = !kPlain || T::kExactTop;
     float scratch[kScratch];
     float (&s)[kScores] = scores_of(scratch);
-    take_turn();
-    add_current(t, scratch);
+    add_current<kPlain, true>(t, scratch);
     const float unit = kPlain ? 1.0f : value_unit();
     release_v();
     float scale = take_block<kPlain>(t);
-    if constexpr (kPlain) {
+    if constexpr (kPlain && kAims) {
       issue_aimed(t, s);
     } else {
       issue_qk(t.q, s);
     }
-    pass_turn();
+    if constexpr (!kPassesEarly) pass_turn();
     if constexpr (!kPlain) {
       if (newest.first()) {
-        finish(t, t.rows.reference, unit);
-        t.rows.reset();
+        finish(t, unit);
+        reset_rows(t);
         clear_out(t);
       }
     }
     wgmma_wait<0>();
     pin_registers(s);
-    if constexpr (kMoves) release_k(!kPlain && newest.last());
+    release_k(!kPlain && newest.last());
     if constexpr (kPlain) {
       scale *= fp8.scale_log2;
     } else {
       scale = exponent_scale(scale, s);
       adjust_scores(newest, s);
     }
-    t.factor[0] = t.factor[1] = 1.0f;
-    if constexpr (kMoves) {
-      float top[2];
-      if constexpr (kPlain && kQuickTops) {
-        quick_tops(s, top);
-        if (__any_sync(0xffffffffu, any_negative(top))) [[unlikely]]
-          tops_of_rows(s, top);
-      } else {
+    float top[2];
+    if constexpr (kPlain) {
+      quick_tops(s, top);
+      if (__any_sync(0xffffffffu, rare(top, scale))) [[unlikely]] {
         tops_of_rows(s, top);
+        if (far_from_zero(top, scale)) scale_first(s, top, scale);
       }
+    } else {
+      tops_of_rows(s, top);
       if (far_from_zero(top, scale)) [[unlikely]]
         scale_first(s, top, scale);
-      move_references(t.rows, top, scale, t.factor);
     }
-    exponentiate(t.rows, s, scale);
-    pack_probabilities_e4m3(s, t.p);
-    if constexpr (!kMoves) check_plain(t, s, scale);
+    move_references(t.rows, top, scale, t.factor);
+    finish_scores(t, s, scale, t.factor);
     aim(t);
     t.current = newest;
   }
 
-  // --- the end of a tile ------------------------------------------------------------------------
+  // --- the ends of a stream and of a tile -------------------------------------------------------
 
-  // What a step that is at the next tile already keeps of the rows of the one before.
-  struct EndOfTile {
-    float inverse[2];
-  };
-
-  // Exact sums are complete before P V is: the LSE is stored under Q K^T.
-  __device__ __forceinline__ void begin_end(Stream& t, EndOfTile& end) {
-    if constexpr (T::kTensorSums) {
-      end.inverse[0] = t.rows.reference[0];
-      end.inverse[1] = t.rows.reference[1];
-      t.rows.reference[0] = t.rows.reference[1] = kNoReference;
-    } else {
-      Base::finish_rows(t.current, t.rows, end.inverse);
-      t.rows.reset();
-    }
-  }
-
-  __device__ __forceinline__ void finish_end(Stream& t, EndOfTile& end) {
-    const float unit = value_unit();
-    if constexpr (T::kTensorSums) {
-      finish(t, end.inverse, unit);
-      t.rows.sum[0] = t.rows.sum[1] = 0.0f;
-    } else {
-      end.inverse[0] *= unit;
-      end.inverse[1] *= unit;
-      finish_tile(t.current, end.inverse, t.o);
-    }
+  __device__ __forceinline__ static void reset_rows(Stream& t) {
+    t.rows.reset();
+    if constexpr (T::kTensorSums) t.exact[0] = t.exact[1] = 0.0f;
   }
 
   // LSE and O of the tile of `current`, all of whose blocks are in O.
-  __device__ __forceinline__ void finish(Stream& t, const float (&reference)[2], float unit) {
-    SoftmaxRows rows{{reference[0], reference[1]}, {t.rows.sum[0], t.rows.sum[1]}};
-    if constexpr (!T::kTensorSums) rows.finish();
+  __device__ __forceinline__ void finish(Stream& t, float unit) {
+    if constexpr (!T::kTensorSums) t.rows.finish();
     float inverse[2];
-    epilogue.store_lse(shared.tiles[t.current.slot()], rows, inverse);
+    const bool exact_lse =
+        T::kLseSums == LseSums::kAsked ? fp8.exact_lse != 0 : T::kLseSums == LseSums::kExact;
+    if (T::kTensorSums && exact_lse) {
+      SoftmaxRows exact{{0.0f, 0.0f}, {t.exact[0], t.exact[1]}};
+      exact.finish();
+      epilogue.store_lse(shared.tiles[t.current.slot()], t.rows, exact.sum, inverse);
+    } else {
+      epilogue.store_lse(shared.tiles[t.current.slot()], t.rows, inverse);
+    }
     inverse[0] *= unit;
     inverse[1] *= unit;
     finish_tile(t.current, inverse, t.o);
@@ -565,7 +504,7 @@ struct Fp8Consumer : FwdConsumer<T> {
     wgmma_wait<0>();
     pin_registers(s);
     release_k(newest.last());
-    t.rows.reset();
+    reset_rows(t);
     clear_out(t);
     float scale = exponent_scale(scale_of_block, s);
     adjust_scores(newest, s);
@@ -573,8 +512,7 @@ struct Fp8Consumer : FwdConsumer<T> {
     tops_of_rows(s, top);
     if (far_from_zero(top, scale)) scale_first(s, top, scale);
     move_references(t.rows, top, scale, t.factor);
-    exponentiate(t.rows, s, scale);
-    pack_probabilities_e4m3(s, t.p);
+    finish_scores(t, s, scale, t.factor);
     aim(t);
     t.current = newest;
   }
@@ -582,10 +520,10 @@ struct Fp8Consumer : FwdConsumer<T> {
   // P V of the last block of all.
   __device__ __forceinline__ void last_block(Stream& t) {
     float scratch[kScratch];
-    add_current(t, scratch);
+    add_current<false, false>(t, scratch);
     const float unit = value_unit();
     release_v();
-    finish(t, t.rows.reference, unit);
+    finish(t, unit);
   }
 
   __device__ __forceinline__ void run() { Base::run(*this); }

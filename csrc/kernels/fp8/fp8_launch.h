@@ -71,6 +71,7 @@ Status launch_fp8(const Fp8Params& in, const DeviceInfo& device, cudaStream_t st
   params.k_scale = scale_view(in.k_scale);
   params.v_scale = scale_view(in.v_scale);
   params.v_blocks = blocks_for(in.fwd.max_seqlen_k, ValueLayout::kKeys);
+  params.exact_lse = in.exact_lse;
   const int grid = fwd_grid(in.fwd, device, params);
   Status status = prepare_kernel<T>(fp8_fwd_kernel<T>, in.fwd.device);
   if (!status.ok()) return status;
@@ -81,16 +82,30 @@ Status launch_fp8(const Fp8Params& in, const DeviceInfo& device, cudaStream_t st
   return launch_kernel<T>(fp8_fwd_kernel<T>, params, grid, in.fwd.sm_margin, stream);
 }
 
+template <int kHeadDim, int kHeadDimV, ValueSource kValueSource>
+Status launch_fp8_from(const Fp8Params& in, const DeviceInfo& device, cudaStream_t stream,
+                       FwdPlan* plan) {
+  using Schedule = typename Fp8ScheduleOf<kHeadDim, kHeadDimV>::Type;
+  if constexpr (!Schedule::kTensorSums || Schedule::kConsumers == 3) {
+    constexpr auto kSums = Schedule::kTensorSums ? LseSums::kAsked : LseSums::kExact;
+    return launch_fp8<Fp8Traits<kHeadDim, kHeadDimV, kValueSource, Schedule, kSums>>(in, device,
+                                                                                     stream, plan);
+  } else if (in.exact_lse != 0) {
+    return launch_fp8<Fp8Traits<kHeadDim, kHeadDimV, kValueSource, Schedule, LseSums::kExact>>(
+        in, device, stream, plan);
+  } else {
+    return launch_fp8<Fp8Traits<kHeadDim, kHeadDimV, kValueSource, Schedule, LseSums::kRounded>>(
+        in, device, stream, plan);
+  }
+}
+
 template <int kHeadDim, int kHeadDimV>
 Status launch_fp8_of(const Fp8Params& in, const DeviceInfo& device, cudaStream_t stream,
                      FwdPlan* plan) {
-  using Schedule = typename Fp8ScheduleOf<kHeadDim, kHeadDimV>::Type;
-  if (in.v_transposed != 0) {
-    return launch_fp8<Fp8Traits<kHeadDim, kHeadDimV, ValueSource::kTransposed, Schedule>>(
-        in, device, stream, plan);
-  }
-  return launch_fp8<Fp8Traits<kHeadDim, kHeadDimV, ValueSource::kRows, Schedule>>(in, device,
-                                                                                  stream, plan);
+  return in.v_transposed != 0
+             ? launch_fp8_from<kHeadDim, kHeadDimV, ValueSource::kTransposed>(in, device, stream,
+                                                                              plan)
+             : launch_fp8_from<kHeadDim, kHeadDimV, ValueSource::kRows>(in, device, stream, plan);
 }
 
 }  // namespace flash_attn3

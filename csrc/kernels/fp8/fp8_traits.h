@@ -16,16 +16,18 @@ enum class Promotion {
   kChunks,  // 128 columns at a time in the registers that hold scores otherwise
 };
 
-// When the maximum of a block's scores is looked for.
-enum class RowMaximum {
-  kEachBlock,   // the error of P is what it can be
-  kWhenTooOld,  // fewer instructions; rows with a few large probabilities lose accuracy
-};
-
 // Who adds up a row's probabilities.
 enum class RowSums {
   kExact,   // ordinary additions, before P is rounded
   kTensor,  // the tensor unit, of rounded P: eight more columns of V hold ones
+};
+
+// Which sums of a row the LSE comes from. O is divided by those of RowSums whatever it is, so that
+// its bits do not depend on whether an exact LSE was asked for.
+enum class LseSums {
+  kRounded,  // the tensor unit's
+  kExact,
+  kAsked,  // either, as the call says: three consumers' registers hold both ways in one kernel
 };
 
 // The scale of a block of V. O is kept in units: the scale of the block that was added last, as
@@ -45,13 +47,11 @@ enum class ValueSource {
 // What fp8_config.h chooses for a pair of head dims. The KV block is ValueLayout's.
 template <int kConsumers_, int kKeyStages_, int kRawStages_, int kValueStages_, int kQueryStages_,
           QuerySource kQuerySource_, OutPath kOutPath_, Promotion kPromotion_,
-          RowSums kSums_ = RowSums::kExact, bool kTurns_ = true,
-          RowMaximum kMaximum_ = RowMaximum::kEachBlock>
+          RowSums kSums_ = RowSums::kTensor, bool kTurns_ = true>
 struct Fp8Schedule : FwdSchedule<kConsumers_, ValueLayout::kKeys, kKeyStages_, kValueStages_,
                                  kQueryStages_, kQuerySource_, kOutPath_, HeldNone> {
   static constexpr int kRawStages = kRawStages_;
   static constexpr bool kTurns = kTurns_;  // consumers issue their products in turn
-  static constexpr bool kExactTop = kMaximum_ == RowMaximum::kEachBlock;
   static constexpr bool kInChunks = kPromotion_ == Promotion::kChunks;
   static constexpr bool kTensorSums = kSums_ == RowSums::kTensor;
 };
@@ -64,7 +64,8 @@ struct TileScales {
   float q[kMaxConsumers];  // of each consumer's rows
 };
 
-template <int kHeadDim_, int kHeadDimV_, ValueSource kValueSource, class Schedule>
+template <int kHeadDim_, int kHeadDimV_, ValueSource kValueSource, class Schedule,
+          LseSums kLseSums_>
 struct Fp8Traits : Schedule {
   using Params = Fp8KernelParams;
   using Input = __nv_fp8_e4m3;    // of Q, K, V
@@ -80,6 +81,7 @@ struct Fp8Traits : Schedule {
   using Schedule::kValueStages;
 
   static constexpr bool kScaled = true;  // Q, K and V have scales
+  static constexpr LseSums kLseSums = kLseSums_;
   static constexpr bool kOpenLeft = false;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
@@ -87,8 +89,6 @@ struct Fp8Traits : Schedule {
   using ValuePanel = Panel<kHeadDimV, 1>;
   static constexpr bool kTransposes = kValueSource == ValueSource::kRows;
   static constexpr int kTransposers = kTransposes ? 2 : 0;  // warps
-  // Masked blocks and changes of tile under P V too: from Dv 128 on they would spill.
-  static constexpr bool kOverlapsEdges = kHeadDimV <= 64;
   static constexpr int kRowsPerConsumer = 64;
   static constexpr int kBlockM = kConsumers * kRowsPerConsumer;
   static constexpr int kThreads = 128 * (1 + kConsumers);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/attn/key_range.h"
 #include "kernels/common/ptx.h"
@@ -88,34 +89,6 @@ __device__ __forceinline__ float to_float<__half>(uint32_t packed, int which) {
   return __half2float(__ushort_as_half(which == 0 ? packed & 0xffff : packed >> 16));
 }
 
-// Not beyond +-limit; NaN stays.
-__device__ __forceinline__ float bounded(float x, float limit) {
-  return x > limit ? limit : x < -limit ? -limit : x;
-}
-
-// Of every `size` columns: H[i][j] = (-1)^popcount(i & j), the factor left out. Columns 16 l .. 16
-// l + 15 lie in lane l of the row's group.
-__device__ __forceinline__ void hadamard(float (&x)[16], int size) {
-#pragma unroll
-  for (int stride = 1; stride < 16; stride *= 2) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      if ((i & stride) == 0) {
-        const float a = x[i], b = x[i + stride];
-        x[i] = a + b;
-        x[i + stride] = a - b;
-      }
-    }
-  }
-  for (int stride = 1; stride < size / 16; stride *= 2) {
-    const float sign = threadIdx.x & stride ? -1.0f : 1.0f;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      x[i] = fmaf(x[i], sign, __shfl_xor_sync(0xffffffffu, x[i], stride));
-    }
-  }
-}
-
 // The larger magnitudes of two pairs; passes over NaN.
 template <class Element>
 __device__ __forceinline__ uint32_t larger_magnitudes(uint32_t top, uint32_t x);
@@ -172,14 +145,58 @@ __host__ __device__ inline int quantize_row_bytes(int head_dim) {
   return head_dim / 16 % 2 == 1 ? head_dim : head_dim + 16;
 }
 
+// From the largest magnitude that each thread has seen: writes the block's scale, and gives what
+// values are to be multiplied by. All threads of the CTA.
+__device__ __forceinline__ float scale_of_block(const QuantizeArgs& args, int head, bool ragged,
+                                                int batch, int block, float top) {
+  __shared__ float warp_top[16];
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, distance));
+  }
+  if (threadIdx.x % 32 == 0) warp_top[threadIdx.x / 32] = top;
+  __syncthreads();
+  top = 0.0f;
+  for (int w = 0; w < int(blockDim.x) / 32; ++w) top = fmaxf(top, warp_top[w]);
+  top = fminf(top, kLargestInput);
+  const float scale = top == 0.0f ? 1.0f : fmaxf(__fdiv_rn(top, kLargestE4m3), kSmallestScale);
+  if (threadIdx.x == 0) {
+    const int64_t first =
+        ragged ? int64_t(head) * args.blocks : (int64_t(batch) * args.heads + head) * args.blocks;
+    args.scale[first + block] = scale;
+  }
+  return __fdiv_rn(1.0f, scale);
+}
+
+// Where a row's values from `column` on go; null where nowhere.
+__device__ __forceinline__ uint8_t* place_of(const QuantizeArgs& args, uint8_t* shared,
+                                             const RowBlock& rows, int batch, int head, int row,
+                                             int column) {
+  if (args.transposed != 0) return shared + row * quantize_row_bytes(args.head_dim) + column;
+  if (row >= rows.exist) return nullptr;
+  // Contiguous: [batch][row][head][column].
+  const int64_t at = args.cu_seqlens != nullptr ? rows.first + row
+                                                : int64_t(batch) * args.seqlen + rows.first + row;
+  return args.out + (at * args.heads + head) * args.head_dim + column;
+}
+
+// The rows that lie in `shared`, transposed behind them, to memory.
+__device__ __forceinline__ void write_transposed(const QuantizeArgs& args, uint8_t* shared,
+                                                 int slot, int head) {
+  __syncthreads();
+  const int row_bytes = quantize_row_bytes(args.head_dim);
+  const int64_t tile = int64_t(args.head_dim) * ValueLayout::kRowBytes;
+  store_transposed(shared, row_bytes, shared + ValueLayout::kKeys * row_bytes, args.head_dim,
+                   args.out + (int64_t(slot) * args.heads + head) * tile);
+}
+
 constexpr int kQuantizePasses = 4;
 
-// kTurned: some rotation or mean. Otherwise values stay in registers as they came, two in each,
-// which lets more CTAs run side by side.
-template <class Element, int kGroup, bool kTurned>
+// kCentred: less a mean. Otherwise values stay in registers as they came, two in each, which lets
+// more CTAs run side by side.
+template <class Element, int kGroup, bool kCentred>
 __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ QuantizeArgs args) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  __shared__ float warp_top[16];
   const int head = blockIdx.x % args.heads;
   const int slot = blockIdx.x / args.heads;
   const bool ragged = args.cu_seqlens != nullptr;
@@ -210,32 +227,14 @@ __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ Q
       raw[pass][1] = from[1];
     }
   }
-  // In pairs first: of values as they came.
-  uint32_t tops = 0;
-#pragma unroll
-  for (int pass = 0; pass < kQuantizePasses; ++pass) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      tops = larger_magnitudes<Element>(tops, word(raw[pass][i / 4], i % 4));
-    }
-  }
-  float top = fmaxf(to_float<Element>(tops, 0), to_float<Element>(tops, 1));
-
-  const bool rotates = kTurned && args.rotate_size != 0;
-  const float factor = rotates ? rsqrtf(float(args.rotate_size)) : 1.0f;
-  float x[kTurned ? kQuantizePasses : 1][16];
-  if constexpr (kTurned) {
+  float top = 0.0f;
+  float x[kCentred ? kQuantizePasses : 1][16];
+  if constexpr (kCentred) {
     float mean[16];
-    const bool centred = args.mean != nullptr && has_columns;
     const float* from =
         args.mean + (int64_t(rows.sequence) * args.heads + head) * args.head_dim + member * 16;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      mean[i] = centred ? from[i] : 0.0f;
-      top = fmaxf(top, fabsf(mean[i]));
-    }
-    const bool huge = rotates && top > 0.5f * kLargestInput;
-    top = 0.0f;
+    for (int i = 0; i < 16; ++i) mean[i] = has_columns ? from[i] : 0.0f;
 #pragma unroll
     for (int pass = 0; pass < kQuantizePasses; ++pass) {
       const float used = pass * rows_per_pass + threadIdx.x / kGroup < rows.count ? 1.0f : 0.0f;
@@ -243,46 +242,32 @@ __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ Q
       for (int i = 0; i < 16; ++i) {
         x[pass][i] =
             fmaf(-used, mean[i], to_float<Element>(word(raw[pass][i / 8], i / 2 % 4), i % 2));
+        top = fmaxf(top, fabsf(x[pass][i]));  // passes over NaN
       }
-      if (huge) [[unlikely]] {
-#pragma unroll
-        for (int i = 0; i < 16; ++i) x[pass][i] = bounded(x[pass][i], kLargestInput);
-      }
-      if (rotates) hadamard(x[pass], args.rotate_size);
-#pragma unroll
-      for (int i = 0; i < 16; ++i) top = fmaxf(top, fabsf(x[pass][i]));  // passes over NaN
     }
-    top *= factor;
-  }
+  } else {
+    uint32_t tops = 0;  // in pairs
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, distance));
+    for (int pass = 0; pass < kQuantizePasses; ++pass) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        tops = larger_magnitudes<Element>(tops, word(raw[pass][i / 4], i % 4));
+      }
+    }
+    top = fmaxf(to_float<Element>(tops, 0), to_float<Element>(tops, 1));
   }
-  if (threadIdx.x % 32 == 0) warp_top[threadIdx.x / 32] = top;
-  __syncthreads();
-  top = 0.0f;
-  for (int w = 0; w < int(blockDim.x) / 32; ++w) top = fmaxf(top, warp_top[w]);
+  const float inverse = scale_of_block(args, head, ragged, batch, block, top);
 
-  top = fminf(top, kLargestInput);
-  const float scale = top == 0.0f ? 1.0f : fmaxf(__fdiv_rn(top, kLargestE4m3), kSmallestScale);
-  const float inverse = __fdiv_rn(1.0f, scale) * factor;
-  if (threadIdx.x == 0) {
-    const int64_t first =
-        ragged ? int64_t(head) * args.blocks : (int64_t(batch) * args.heads + head) * args.blocks;
-    args.scale[first + block] = scale;
-  }
-
-  const int row_bytes = quantize_row_bytes(args.head_dim);
 #pragma unroll
   for (int pass = 0; pass < kQuantizePasses; ++pass) {
     const int row = pass * rows_per_pass + threadIdx.x / kGroup;
-    if constexpr (!kTurned) {
+    if constexpr (!kCentred) {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         x[0][i] = to_float<Element>(word(raw[pass][i / 8], i / 2 % 4), i % 2);
       }
     }
-    const auto& from = x[kTurned ? pass : 0];
+    const auto& from = x[kCentred ? pass : 0];
     uint32_t packed[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -290,26 +275,11 @@ __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ Q
                                  from[4 * i + 2] * inverse, from[4 * i + 3] * inverse);
     }
     if (!has_columns || row >= args.block_rows) continue;
-    uint8_t* to;
-    if (args.transposed != 0) {
-      to = shared + row * row_bytes + member * 16;
-    } else if (row < rows.exist) {
-      // Contiguous: [batch][row][head][column].
-      const int64_t at =
-          ragged ? rows.first + row : int64_t(batch) * args.seqlen + rows.first + row;
-      to = args.out + (at * args.heads + head) * args.head_dim + member * 16;
-    } else {
-      continue;
-    }
+    uint8_t* to = place_of(args, shared, rows, batch, head, row, member * 16);
+    if (to == nullptr) continue;
     *reinterpret_cast<uint4*>(to) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
   }
-  if (args.transposed != 0) {
-    __syncthreads();
-    const int64_t tile = int64_t(args.head_dim) * ValueLayout::kRowBytes;
-    uint8_t* rows_end = shared + ValueLayout::kKeys * row_bytes;
-    store_transposed(shared, row_bytes, rows_end, args.head_dim,
-                     args.out + (int64_t(slot) * args.heads + head) * tile);
-  }
+  if (args.transposed != 0) write_transposed(args, shared, slot, head);
 }
 
 // --- the mean of K's rows -----------------------------------------------------------------------

@@ -60,21 +60,4 @@ __device__ __forceinline__ void quick_tops(const float (&s)[kSize], float (&top)
   top[1] = __int_as_float(chain[1]);
 }
 
-// Of probabilities, none of which is negative; NaN is passed over.
-template <int kSize>
-__device__ __forceinline__ void largest_of_rows(const float (&p)[kSize], float (&top)[2]) {
-  top[0] = top[1] = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], p[i]);
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    top[h] = fmaxf(top[h], __shfl_xor_sync(0xffffffffu, top[h], 1));
-    top[h] = fmaxf(top[h], __shfl_xor_sync(0xffffffffu, top[h], 2));
-  }
-}
-
-__device__ __forceinline__ bool any_negative(const float (&top)[2]) {
-  return (__float_as_int(top[0]) | __float_as_int(top[1])) < 0;
-}
-
 }  // namespace flash_attn3

@@ -65,6 +65,12 @@ struct FwdEpilogue {
   // use, or see no key. rows.sum must be finished.
   __device__ __forceinline__ void store_lse(const TileInfo& tile, const SoftmaxRows& rows,
                                             float (&inverse)[2]) const {
+    store_lse(tile, rows, rows.sum, inverse);
+  }
+
+  // With other sums for the LSE.
+  __device__ __forceinline__ void store_lse(const TileInfo& tile, const SoftmaxRows& rows,
+                                            const float (&lse_sum)[2], float (&inverse)[2]) const {
     const int first_row = tile.row0 + row_in_tile();
     bool seen[2];
 #pragma unroll
@@ -76,7 +82,7 @@ struct FwdEpilogue {
     // Of the four threads of both rows, one writes the first and one the second.
     const bool second = quad() == 1;
     const int row = first_row + 8 * second;
-    const float sum = second ? rows.sum[1] : rows.sum[0];
+    const float sum = second ? lse_sum[1] : lse_sum[0];
     const float reference = second ? rows.reference[1] : rows.reference[0];
     const float lse = (reference + __log2f(sum)) * kLn2;
     if (row < tile.q_rows && quad() < 2) {
