@@ -18,8 +18,7 @@ namespace flash_attn3 {
 // The sign of an entry of H in the places of +-1, or 0, as two elements in a register.
 template <class Element>
 __device__ __forceinline__ uint32_t hadamard_entry(int row, int column, int bits) {
-  constexpr uint32_t kOne =
-      sizeof(Element) == 2 && std::is_same_v<Element, __half> ? 0x3c00 : 0x3f80;
+  constexpr uint32_t kOne = std::is_same_v<Element, __half> ? 0x3c00 : 0x3f80;
   if (((row ^ column) & ~bits) != 0) return 0;
   return kOne | (__popc(row & column & bits) % 2 == 1 ? 0x8000 : 0);
 }
