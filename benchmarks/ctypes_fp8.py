@@ -40,6 +40,7 @@ class Fp8Params(ctypes.Structure):
         ("v_scale", Fp8Scale),
         ("v_transposed", c_int32),
         ("exact_lse", c_int32),
+        ("v_room", c_void_p),
     ]
 
 
@@ -88,6 +89,9 @@ class Fp8Library(KernelLibrary):
         self._fp8_plan.argtypes = [
             ctypes.POINTER(Fp8Params), ctypes.POINTER(FwdPlan), c_char_p, c_size_t,
         ]  # fmt: skip
+        self._fp8_room_bytes = lib.flash_attn3_fp8_room_bytes
+        self._fp8_room_bytes.argtypes = [ctypes.POINTER(Fp8Params)]
+        self._fp8_room_bytes.restype = c_int64
         self._quantize = lib.flash_attn3_quantize
         self._quantize.argtypes = [ctypes.POINTER(QuantizeParams), *tail]
         self._mean = lib.flash_attn3_mean
@@ -177,11 +181,14 @@ def _scale(given: torch.Tensor | Quantized | None) -> Fp8Scale:
 
 
 class PreparedFp8(PreparedForward):
-    """An e4m3 forward. q, k, v are e4m3 tensors, or Quantized; descales go with plain ones."""
+    """An e4m3 forward. q, k, v are e4m3 tensors, or Quantized; descales go with plain ones.
+
+    `ahead`: bytes of room in which to transpose V first; 0 never, None as the library advises.
+    """
 
     def __init__(
         self, library: Fp8Library, q, k, v, *, q_descale=None, k_descale=None, v_descale=None,
-        head_dim_v=None, exact_lse=False, **options,
+        head_dim_v=None, exact_lse=False, ahead=None, **options,
     ):  # fmt: skip
         def tensor(x):
             return x.data if isinstance(x, Quantized) else x
@@ -200,6 +207,10 @@ class PreparedFp8(PreparedForward):
         self.fp8 = Fp8Params(self.params, *map(_scale, scales), int(transposed),
                              int(exact_lse))
         self._fp8_reference = ctypes.byref(self.fp8)
+        room_bytes = library._fp8_room_bytes(self._fp8_reference) if ahead is None else ahead
+        if room_bytes:
+            self._room = torch.empty(room_bytes, dtype=torch.uint8, device="cuda")
+            self.fp8.v_room = self._room.data_ptr()
 
     def plan(self) -> FwdPlan:
         plan = FwdPlan()

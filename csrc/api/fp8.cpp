@@ -199,6 +199,12 @@ FwdResult fwd_e4m3_cuda(const Tensor& q_in, const Tensor& k_in, const Tensor& v_
   p.v_scale = of_v.view;
   p.v_transposed = v_transposed ? 1 : 0;
   p.exact_lse = exact_lse ? 1 : 0;
+  const int64_t room_bytes = flash_attn3_fp8_room_bytes(&p);
+  Tensor room;
+  if (room_bytes > 0) {
+    room = empty_on(device, {room_bytes}, at::kByte);
+    p.v_room = room.mutable_data_ptr();
+  }
   char message[kMessageSize] = "";
   throw_status(flash_attn3_fp8_fwd(&p, stream_of(device), message, sizeof(message)), message);
   return {std::move(out), std::move(lse)};

@@ -1,4 +1,6 @@
 // The e4m3 forward's half of the C interface: checks and choice of the instantiation.
+#include <algorithm>
+
 #include "host/compiled.h"
 #include "host/fp8_dispatch.h"
 #include "kernels/fp8/value_layout.h"
@@ -47,6 +49,27 @@ Status check_fp8(const Fp8Params& in) {
   return status;
 }
 
+// How many queries must meet a key, by all heads that share it and half of them under a causal
+// edge, for V to be transposed ahead: that costs 2 bytes of memory traffic an element of V. The
+// fewer columns V has, the less the attention kernel waits for its own transposition.
+int64_t transpose_ahead_from(const FwdParams& in) { return in.head_dim_v <= 64 ? 6144 : 2048; }
+
+int64_t queries_of_a_key(const FwdParams& in) {
+  int64_t queries = in.max_seqlen_q;
+  if (in.window_left >= 0) {
+    queries = std::min<int64_t>(queries, int64_t(in.window_left) + std::max(in.window_right, 0));
+  } else if (in.window_right >= 0) {
+    queries /= 2;
+  }
+  if (in.attention_chunk > 0) queries = std::min<int64_t>(queries, in.attention_chunk);
+  return queries * (in.heads / std::max(in.heads_kv, 1));
+}
+
+int64_t room_bytes(const Fp8Params& in) {
+  if (in.v_transposed != 0 || queries_of_a_key(in.fwd) < transpose_ahead_from(in.fwd)) return 0;
+  return value_blocks(in.fwd) * in.fwd.heads_kv * in.fwd.head_dim_v * ValueLayout::kKeys;
+}
+
 Status run(const Fp8Params* in, cudaStream_t stream, FwdPlan* plan) {
   if (in == nullptr) return Status::invalid("params must not be null.");
   const Status status = check_fp8(*in);
@@ -54,10 +77,21 @@ Status run(const Fp8Params* in, cudaStream_t stream, FwdPlan* plan) {
   return on_device(in->fwd.device, [&](const DeviceInfo& device) {
     const int head_dim = in->fwd.head_dim, head_dim_v = in->fwd.head_dim_v;
     const auto* kernel = find_kernel(kCompiled, DType::kE4M3, head_dim, head_dim_v);
-    if (kernel != nullptr) return kernel->launch(*in, device, stream, plan);
-    return Status::not_compiled("This build has no e4m3 forward kernel for head dims (" +
-                                std::to_string(head_dim) + ", " + std::to_string(head_dim_v) +
-                                ").");
+    if (kernel == nullptr) {
+      return Status::not_compiled("This build has no e4m3 forward kernel for head dims (" +
+                                  std::to_string(head_dim) + ", " + std::to_string(head_dim_v) +
+                                  ").");
+    }
+    Fp8Params call = *in;
+    if (call.v_room != nullptr && call.v_transposed == 0) {
+      if (plan == nullptr) {
+        const Status transposed = transpose_values(call, stream);
+        if (!transposed.ok()) return transposed;
+      }
+      call.fwd.v = call.v_room;
+      call.v_transposed = 1;
+    }
+    return kernel->launch(call, device, stream, plan);
   });
 }
 
@@ -72,6 +106,10 @@ using namespace flash_attn3;
 int flash_attn3_fp8_fwd(const Fp8Params* params, cudaStream_t stream, char* message,
                         size_t message_size) {
   return report(run(params, stream, nullptr), message, message_size);
+}
+
+int64_t flash_attn3_fp8_room_bytes(const Fp8Params* params) {
+  return params != nullptr && check_fp8(*params).ok() ? room_bytes(*params) : 0;
 }
 
 int flash_attn3_fp8_fwd_plan(const Fp8Params* params, FwdPlan* plan, char* message,

@@ -2,8 +2,19 @@
 #pragma once
 
 #include "host/fwd_dispatch.h"
+#include "kernels/fp8/value_layout.h"
 
 namespace flash_attn3 {
+
+// Blocks of V of all sequences, for one head.
+inline int64_t value_blocks(const FwdParams& in) {
+  const bool ragged = in.cu_seqlens_k != nullptr;
+  return ragged ? in.total_k / ValueLayout::kKeys + in.batch
+                : int64_t(blocks_for(in.max_seqlen_k, ValueLayout::kKeys)) * in.batch;
+}
+
+// V's rows, transposed, into in.v_room.
+Status transpose_values(const Fp8Params& in, cudaStream_t stream);
 
 // plan != nullptr: only describe.
 #define FLASH_ATTN3_DECLARE_FWD(NAME) \

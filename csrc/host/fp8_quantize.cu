@@ -1,9 +1,10 @@
 // The quantising half of the C interface.
 #include <atomic>
 
-#include "host/fwd_dispatch.h"
+#include "host/fp8_dispatch.h"
 #include "kernels/fp8/quantize.h"
 #include "kernels/fp8/quantize_rotated.h"
+#include "kernels/fp8/transpose_values.h"
 
 namespace flash_attn3 {
 namespace {
@@ -155,6 +156,33 @@ Status mean(const QuantizeParams& in, float* out, cudaStream_t stream) {
 }
 
 }  // namespace
+
+Status transpose_values(const Fp8Params& in, cudaStream_t stream) {
+  const FwdParams& fwd = in.fwd;
+  QuantizeArgs args{};
+  args.in = fwd.v;
+  args.cu_seqlens = fwd.cu_seqlens_k;
+  args.seqused = fwd.seqused_k;
+  args.out = static_cast<uint8_t*>(in.v_room);
+  args.batch_stride = fwd.v_strides.batch;
+  args.row_stride = fwd.v_strides.row;
+  args.head_stride = fwd.v_strides.head;
+  args.batch = fwd.batch;
+  args.heads = fwd.heads_kv;
+  args.head_dim = fwd.head_dim_v;
+  args.seqlen = fwd.max_seqlen_k;
+  args.total = int32_t(fwd.total_k);
+  args.block_rows = ValueLayout::kKeys;
+  const bool ragged = fwd.cu_seqlens_k != nullptr;
+  args.blocks = int32_t(ragged ? value_blocks(fwd) : value_blocks(fwd) / fwd.batch);
+  args.transposed = 1;
+  const int64_t ctas = value_blocks(fwd) * fwd.heads_kv;
+  if (ctas > 0x7fffffff) return Status::invalid("v has too many blocks.");
+  const cudaError_t error =
+      launch_by(transpose_values_kernel, args, ctas, kTransposeThreads, stream);
+  return error == cudaSuccess ? Status{} : cuda_status("launching the transposing kernel", error);
+}
+
 }  // namespace flash_attn3
 
 using namespace flash_attn3;

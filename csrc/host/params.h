@@ -95,6 +95,9 @@ struct Fp8Params {
   int32_t v_transposed;
   // 0: the LSE may be that of rounded probabilities, off by up to 0.03, which is faster.
   int32_t exact_lse;
+  // Room of flash_attn3_fp8_room_bytes(), or null: V in rows is then transposed there first, once,
+  // instead of by the kernel for every tile of queries.
+  void* v_room;
 };
 
 // Makes e4m3 and scales of one of Q, K and V, dense or ragged.
@@ -202,6 +205,8 @@ FLASH_ATTN3_API int flash_attn3_fp8_fwd(const flash_attn3::Fp8Params* params, cu
 FLASH_ATTN3_API int flash_attn3_fp8_fwd_plan(const flash_attn3::Fp8Params* params,
                                              flash_attn3::FwdPlan* plan, char* message,
                                              size_t message_size);
+// 0 where V need not be transposed ahead: it is already, or too few queries meet it.
+FLASH_ATTN3_API int64_t flash_attn3_fp8_room_bytes(const flash_attn3::Fp8Params* params);
 FLASH_ATTN3_API int flash_attn3_quantize(const flash_attn3::QuantizeParams* params,
                                          cudaStream_t stream, char* message, size_t message_size);
 // The mean over the rows of each head, [B, H, D], which softmax does not see in K. `mean` has room

@@ -104,6 +104,34 @@ def test_groups_and_peaked_rows(heads, heads_kv):
                           d=128, size=3.0, causal=True, sm_margin=8, **scales), "cuda")
 
 
+# As many queries of one KV head as make the call transpose V before the attention kernel.
+MANY_QUERIES = dict(heads=32, heads_kv=1)
+
+
+@pytest.mark.parametrize("scales", ["none", "head", "blocks"])
+@pytest.mark.parametrize("d, dv", DIMS)
+def test_values_transposed_ahead(d, dv, scales):
+    for causal in (False, True):
+        check_fp8(Fp8Case(lengths_q=(450, 450), lengths_k=(333, 333), d=d, dv=dv, causal=causal,
+                          **MANY_QUERIES, **SCALES[scales]), "cuda")
+
+
+@pytest.mark.parametrize("used", [dict(), dict(used_q=(60, 0, 100, 1, 7, 0),
+                                              used_k=(64, 5, 0, 150, 0, 449))], ids=str)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_ragged_values_transposed_ahead(d, used):
+    check_fp8(Fp8Case(d=d, **{**RAGGED, **MANY_QUERIES}, **used, **SCALES["head"]), "cuda",
+              poison=True)
+
+
+def test_values_of_any_layout_transposed_ahead():
+    q, k, v = (half(2, 300, h, 64).to(E4M3) for h in (32, 1, 1))
+    want = flash_attn_func(q, k, v)
+    wide = torch.cat((v, v), dim=2)
+    assert torch.equal(flash_attn_func(q, k, wide[:, :, 1:]), want)
+    assert torch.equal(flash_attn_func(q, k, torch.cat((v, v), dim=3)[..., 64:]), want)
+
+
 def test_layouts_give_the_bits_of_the_contiguous_one():
     q, k, v = (half(2, 100, h, 64).to(E4M3) for h in (4, 2, 2))
     want = flash_attn_func(q, k, v, causal=True)

@@ -12,12 +12,6 @@ inline ScaleView scale_view(const Fp8Scale& scale) {
   return {scale.data, scale.batch_stride, scale.head_stride, scale.block_rows};
 }
 
-inline int64_t value_blocks(const FwdParams& in) {  // of all sequences, for one head
-  const bool ragged = in.cu_seqlens_k != nullptr;
-  return ragged ? in.total_k / ValueLayout::kKeys + in.batch
-                : int64_t(blocks_for(in.max_seqlen_k, ValueLayout::kKeys)) * in.batch;
-}
-
 template <class T>
 Status encode_fp8_maps(const FwdParams& in, Fp8KernelParams* out) {
   const bool ragged_q = in.cu_seqlens_q != nullptr;
