@@ -51,6 +51,8 @@ struct Fp8Transposer {
   __device__ __forceinline__ void transpose(uint32_t raw, uint32_t transposed) const {
     using S = TransposeStep;
     constexpr int kChunks = P::kBytes / S::kColumns;
+    int lane = this->lane;
+    asm volatile("" : "+r"(lane));  // what it decides is computed for each block, not kept
     const TransposeSelectors select = TransposeSelectors::of_lane(lane);
 #pragma unroll 1
     for (int part_keys = 0; part_keys < kKeysPerWarp; part_keys += S::kKeys) {

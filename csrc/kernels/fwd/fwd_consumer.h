@@ -20,6 +20,7 @@ struct StreamBlock {
   static constexpr uint32_t kFirst = 16;   // of its tile: softmax and O start anew
   static constexpr uint32_t kLast = 32;    // of its tile
   static constexpr uint32_t kMasked = 64;  // some row does not see some key
+  static constexpr uint32_t kNone = 128;   // the stream has ended (kEndInFlags)
 
   int n;
   uint32_t flags;
@@ -45,6 +46,10 @@ struct FwdConsumer {
   // Where one place holds Q of this tile and of the next, the last block is left to the general
   // step, which frees it before the softmax.
   static constexpr bool kLeaveLast = T::kQueryStages == 1 && !T::kQueryInRegisters;
+
+  // Where the end of a stream is told: in the flags of `newest`, or in a register of its own. The
+  // e4m3 kernels spill one way, the bf16 ones the other.
+  static constexpr bool kEndInFlags = T::kScaled;
 
   const FwdKernelParams& params;
   typename T::SharedMemory& shared;
@@ -83,7 +88,9 @@ struct FwdConsumer {
       return true;
     }
     tile_ring.advance();
-    return start_tile();
+    const bool more = start_tile();
+    if (kEndInFlags && !more) newest.flags = StreamBlock::kNone;
+    return more;
   }
 
   // Whether the tile at tile_ring has blocks; then `newest` is its first. The slot of a tile stays
@@ -499,7 +506,7 @@ struct FwdConsumer {
   template <class Self>
   __device__ __forceinline__ void run_stream(Self& self, typename Self::Stream& t) {
     bool more = advance();
-    while (more) {
+    while (kEndInFlags ? (newest.flags & StreamBlock::kNone) == 0 : more) {
       if (newest.plain() && params.transform == ScoreTransform::kNone &&
           !(kLeaveLast && newest.last())) {
         // A short loop of its own for the blocks that are most of the work.
