@@ -209,7 +209,7 @@ class PreparedFp8(PreparedForward):
         self._fp8_reference = ctypes.byref(self.fp8)
         room_bytes = library._fp8_room_bytes(self._fp8_reference) if ahead is None else ahead
         if room_bytes:
-            self._room = torch.empty(room_bytes, dtype=torch.uint8, device="cuda")
+            self._room = torch.empty(room_bytes, dtype=torch.uint8, device=self.out.device)
             self.fp8.v_room = self._room.data_ptr()
 
     def plan(self) -> FwdPlan:

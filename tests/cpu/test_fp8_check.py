@@ -75,6 +75,9 @@ class Library:
     def _workspace_bytes(self, params):
         return 0
 
+    def _fp8_room_bytes(self, params):
+        return 0
+
     def prepare_quantize(self, x, **options):
         return Quantize(self, x, **options)
 
