@@ -4,7 +4,7 @@
     python examples/train_gpt.py --noise            and PyTorch's second kernel, to judge by
     python examples/train_gpt.py --small --steps 40 a model for a CPU, under a minute
     python examples/train_gpt.py --layers 8 --heads 16 --head-dim 128 --seqlen 8192 --batch 2 \
-        --steps 30 --attention-alone                    what a step gains from faster attention
+        --steps 12 --attention-alone                    what a step gains from faster attention
 
 The text is the source code of Python's standard library. Both runs start from the same weights and
 see the same batches, so their losses may differ by rounding alone. Prints both curves, their
@@ -37,6 +37,9 @@ BYTES = 256
 SMOOTHED_STEPS = 20
 MOST_APART = 0.02  # of the smoothed loss
 WARMUP_STEPS = 10  # compilation and the first steps are not timed
+# With --attention-alone both are timed in turn: a card at its power limit drifts by as much as a
+# step gains.
+TURNS, STEPS_A_TURN = 8, 6
 
 
 @dataclass
@@ -163,6 +166,54 @@ class Gpt(nn.Module):
 # ---- training ------------------------------------------------------------------------------------
 
 
+class Trainer:
+    """A model, its optimizer and what its steps have lost. The same weights and batches whatever
+    the attention."""
+
+    def __init__(self, name: str, args: argparse.Namespace, text: Tensor):
+        self.name, self.args, self.text = name, args, text
+        self.on_gpu = args.device == "cuda"
+        torch.manual_seed(0)
+        self.model = Gpt(args.shape, ATTENTION[name]).to(args.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95),
+                                           weight_decay=0.1, fused=self.on_gpu)
+        compiled = self.on_gpu and not args.no_compile
+        self.run = torch.compile(self.model) if compiled else self.model
+        self.losses: list[float] = []
+        self.ended: list[float] = []
+
+    def step(self) -> None:
+        args, step = self.args, len(self.losses)
+        rise = max(1, min(50, args.steps // 5))
+        for group in self.optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, (step + 1) / rise)
+        tokens, targets = (t.to(args.device) for t in batch_of(self.text, args.shape, step))
+        with torch.autocast(args.device, dtype=torch.bfloat16, enabled=self.on_gpu):
+            loss = self.run(tokens, targets)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        # Waits for the device: the clock is that of whole steps.
+        self.losses.append(loss.item())
+        self.ended.append(time.perf_counter())
+
+    def train(self) -> Trainer:
+        for step in range(self.args.steps):
+            self.step()
+            if step % 50 == 0 or step == self.args.steps - 1:
+                print(f"{self.name:12} step {step:4}  loss {self.losses[-1]:.4f}", flush=True)
+        return self
+
+    def result(self, step_ms: float | None = None) -> Run:
+        if step_ms is None:
+            times = [b - a for a, b in zip(self.ended, self.ended[1:])]
+            times = times[WARMUP_STEPS:] or times or [float("nan")]
+            step_ms = statistics.median(times) * 1e3
+        tokens = self.args.shape.batch * self.args.shape.seqlen
+        return Run(self.losses[:self.args.steps], tokens / step_ms * 1e3, step_ms)
+
+
 @dataclass
 class Run:
     losses: list[float]
@@ -170,36 +221,16 @@ class Run:
     step_ms: float
 
 
-def train(name: str, args: argparse.Namespace, text: Tensor) -> Run:
-    """The same weights and batches whatever the attention."""
-    on_gpu = args.device == "cuda"
-    torch.manual_seed(0)
-    model = Gpt(args.shape, ATTENTION[name]).to(args.device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu)
-    torch._dynamo.reset()
-    run = model if args.no_compile or not on_gpu else torch.compile(model)
-    rise = max(1, min(50, args.steps // 5))
-    losses, ended = [], []
-    for step in range(args.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * min(1.0, (step + 1) / rise)
-        tokens, targets = (t.to(args.device) for t in batch_of(text, args.shape, step))
-        with torch.autocast(args.device, dtype=torch.bfloat16, enabled=on_gpu):
-            loss = run(tokens, targets)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())  # waits for the device: the clock below is that of whole steps
-        ended.append(time.perf_counter())
-        if step % 50 == 0 or step == args.steps - 1:
-            print(f"{name:12} step {step:4}  loss {losses[-1]:.4f}", flush=True)
-    times = [b - a for a, b in zip(ended, ended[1:])]
-    times = times[WARMUP_STEPS:] or times or [float("nan")]
-    seconds = statistics.median(times)
-    tokens = args.shape.batch * args.shape.seqlen
-    return Run(losses, tokens / seconds, seconds * 1e3)
+def step_ms_in_turn(trainers: list[Trainer]) -> list[float]:
+    """Milliseconds of a step of each, a few steps of each in turn; the first of a turn warms up."""
+    times = [[] for _ in trainers]
+    for _ in range(TURNS):
+        for trainer, found in zip(trainers, times):
+            for _ in range(STEPS_A_TURN):
+                trainer.step()
+            ended = trainer.ended[-STEPS_A_TURN:]
+            found += [b - a for a, b in zip(ended, ended[1:])]
+    return [statistics.median(found) * 1e3 for found in times]
 
 
 def smoothed(losses: list[float]) -> list[float]:
@@ -215,22 +246,26 @@ def apart(a: list[float], b: list[float]) -> float:
 # ---- attention by itself -------------------------------------------------------------------------
 
 
-def attention_ms(attend: Callable, args: argparse.Namespace) -> float:
-    """Milliseconds of the attention of one step, forward and backward of all layers."""
+def attention_ms(attends: list[Callable], args: argparse.Namespace) -> list[float]:
+    """Milliseconds of the attention of one step, forward and backward of all layers; in turn."""
     shape = args.shape
     size = (shape.batch, shape.seqlen, 3, shape.heads, shape.head_dim)
-    qkv = torch.randn(size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    qkv = torch.randn(size, device="cuda", dtype=torch.bfloat16)
     dout = torch.randn(size[:2] + size[3:], device="cuda", dtype=torch.bfloat16)
-    times = []
-    for _ in range(30):
-        leaves = [t.detach().requires_grad_() for t in qkv.unbind(2)]
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        torch.autograd.grad(attend(*leaves), leaves, dout)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[10:]) * shape.layers
+    times = [[] for _ in attends]
+    for _ in range(3):
+        for attend, found in zip(attends, times):
+            turn = []
+            for _ in range(15):
+                leaves = [t.detach().requires_grad_() for t in qkv.unbind(2)]
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                torch.autograd.grad(attend(*leaves), leaves, dout)
+                end.record()
+                torch.cuda.synchronize()
+                turn.append(start.elapsed_time(end))
+            found += turn[5:]
+    return [statistics.median(found) * shape.layers for found in times]
 
 
 TORCH_KERNELS = ("cuDNN", "flash")
@@ -250,7 +285,7 @@ def order_of_torch_kernels(args: argparse.Namespace) -> list[str]:
     for name in TORCH_KERNELS:
         use_torch_kernel(name)
         try:
-            found[name] = attention_ms(attend_torch, args)
+            (found[name],) = attention_ms([attend_torch], args)
         except RuntimeError as error:
             print(f"PyTorch's {name} attention can't run: {str(error).splitlines()[0]}")
     if not found:
@@ -291,13 +326,17 @@ def main(argv: list[str] | None = None) -> int:
     if torch_kernels:
         use_torch_kernel(torch_kernels[0])
     names = list(ATTENTION) if args.attention == "both" else [args.attention]
-    runs = {name: train(name, args, text) for name in names}
+    trainers = [Trainer(name, args, text).train() for name in names]
+    alone = {}
+    step_ms = [None] * len(trainers)
+    if args.attention_alone and args.device == "cuda":
+        step_ms = step_ms_in_turn(trainers)
+        alone = dict(zip(names, attention_ms([ATTENTION[name] for name in names], args)))
+    runs = {t.name: t.result(ms) for t, ms in zip(trainers, step_ms)}
     for name, run in runs.items():
         print(f"{name:12} final loss {smoothed(run.losses)[-1]:.4f}  {run.step_ms:.2f} ms a step  "
               f"{run.tokens_per_second:,.0f} tokens/s")  # fmt: skip
-    alone = {}
-    if args.attention_alone and args.device == "cuda":
-        alone = {name: attention_ms(ATTENTION[name], args) for name in names}
+    if alone:
         print("attention alone, ms a step: "
               + ", ".join(f"{name} {ms:.2f}" for name, ms in alone.items()))
         if len(names) == 2:
@@ -318,7 +357,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.noise and len(torch_kernels) > 1:
         use_torch_kernel(torch_kernels[1])
-        noise = apart(train("torch", args, text).losses, runs["torch"].losses)
+        torch._dynamo.reset()  # what was compiled has the first kernel in it
+        noise = apart(Trainer("torch", args, text).train().losses, runs["torch"].losses)
         print(f"PyTorch's {' and '.join(torch_kernels)} differ by at most {noise:.2%}")
     difference = apart(*(run.losses for run in runs.values()))
     verdict = "within" if difference <= MOST_APART else "NOT within"

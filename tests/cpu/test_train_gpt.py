@@ -51,3 +51,19 @@ def test_shape_of_the_command_line():
         train_gpt.parse(["--steps", "0"])
     with pytest.raises(SystemExit):
         train_gpt.parse(["--small", "--noise"])
+
+
+def test_steps_in_turn_go_on_with_the_same_batches(monkeypatch):
+    monkeypatch.setattr(train_gpt, "TURNS", 2)
+    monkeypatch.setattr(train_gpt, "STEPS_A_TURN", 3)
+    args = train_gpt.parse(["--small", "--steps", "2"])
+    text = train_gpt.corpus(1 << 16)
+    trainers = [train_gpt.Trainer(name, args, text).train() for name in train_gpt.ATTENTION]
+    times = train_gpt.step_ms_in_turn(trainers)
+    assert all(0 < ms < 1e5 for ms in times)
+    for trainer, ms in zip(trainers, times):
+        assert len(trainer.losses) == 2 + 2 * 3
+        run = trainer.result(ms)
+        assert len(run.losses) == 2 and run.step_ms == ms
+    for a, b in zip(*(trainer.losses for trainer in trainers)):
+        assert a == pytest.approx(b, rel=1e-2)
