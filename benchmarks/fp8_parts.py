@@ -168,9 +168,11 @@ def evaluate(rows: list[dict], cublas_e4m3: float | None,
         if row["config"]["S"] == cases.TOKENS and row["config"]["D"] == 128
     ]
     blocks = [figures.ratio(row, row["ms"].get("ours"), BLOCKS) for row in dense]
-    copy_shares = [
-        rates["quantize"] / rates["copy"] for rates in bandwidth.values() if rates.get("copy")
-    ]
+    copy_shares = {
+        name: [rates[name] / rates["copy"] for rates in bandwidth.values()
+               if rates.get(name) and rates.get("copy")]
+        for name in ("quantize", "quantize, rotated")
+    }  # fmt: skip
     figure, known = figures._figure, figures._known
     return [
         figure("e4m3, best peer: geometric mean", ">= 1.05", ratios, figures.geomean,
@@ -184,6 +186,7 @@ def evaluate(rows: list[dict], cublas_e4m3: float | None,
                lambda x: x >= 3.0, 2),
         figure("scales a block over (B, Hk): lowest rate", ">= 0.97", known(blocks), min,
                lambda x: x >= 0.97, 30),
-        figure("quantize: bytes a second over the copy's, lowest", ">= 0.70", copy_shares, min,
-               lambda x: x >= 0.7, len(cases.HEAD_DIMS)),
+        *(figure(f"{name}: bytes a second over the copy's, lowest", ">= 0.70", shares, min,
+                 lambda x: x >= 0.7, len(cases.HEAD_DIMS))
+          for name, shares in copy_shares.items()),
     ]  # fmt: skip

@@ -32,7 +32,7 @@ def markdown(data: dict) -> str:
     compared = [p for p in columns if p != "fa2"]
     lines = [
         f"Measured on {data['device']} (driver {data['driver']}, torch {data['torch']}),",
-        f"commit {data['commit']}, {data['date']}; {data['unit']}, {dtype}, 16,384 tokens, "
+        f"commit {data['commit'][:12]}, {data['date']}; {data['unit']}, {dtype}, 16,384 tokens, "
         "hidden 2048.",
         "",
         "| D | mask | S | flash_attn3 | " + " | ".join(TITLES[p] for p in columns) + " | ratio |",
@@ -64,6 +64,23 @@ def markdown(data: dict) -> str:
     return "\n".join(lines).strip()
 
 
+def accuracy_markdown(data: dict) -> str:
+    """Errors of e4m3 attention: blocks with rotation, and FA3's one scale a tensor."""
+    lines = [
+        f"Errors against float64 on {data['device']}, commit {data['commit'][:12]}, "
+        f"{data['date']}.",
+        "",
+        "| Q, K, V | S | D | error | flash_attn3, blocks, rotated | FA3 | FA3's over ours |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        config, ours, fa3 = row["config"], row["ours"], row["peers"].get("fa3")
+        other, ratio = (f"{fa3:.2e}", f"{fa3 / ours:.2f}") if fa3 else ("-", "-")
+        lines.append(f"| {config['input']} | {config['S']} | {config['D']} | {config['error']} | "
+                     f"{ours:.2e} | {other} | {ratio} |")
+    return "\n".join(lines)
+
+
 def insert(readme: str, text: str, what: str = "forward") -> str:
     begin, end = BEGIN.format(what), END.format(what)
     if readme.count(begin) != 1 or readme.count(end) != 1:
@@ -79,14 +96,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=REPO / "benchmarks" / "results")
     args = parser.parse_args(argv)
     old = new = args.readme.read_text()
-    found = {what: sorted(args.results.glob(f"{what}-*.json")) for what in PEERS}
+    makers = dict.fromkeys(PEERS, markdown) | {"fp8_accuracy": accuracy_markdown}
+    found = {what: sorted(args.results.glob(f"{what}-*.json")) for what in makers}
     if not any(found.values()):
         print(f"no forward-*.json in {args.results}: run benchmarks/forward.py on a GPU first")
         return 1
     for what, files in found.items():
         if not files:
             continue
-        text = "\n\n".join(markdown(json.loads(file.read_text())) for file in files)
+        text = "\n\n".join(makers[what](json.loads(file.read_text())) for file in files)
         try:
             new = insert(new, text, what)
         except ValueError as error:

@@ -52,11 +52,12 @@ def rows(ours, blocks):
 
 
 def test_figures_pass_and_fail():
-    copy = {str(d): {"quantize": 3.2, "copy": 4.2} for d in (64, 128, 256)}
+    copy = {str(d): {"quantize": 3.2, "quantize, rotated": 3.0, "copy": 4.2}
+            for d in (64, 128, 256)}
     good = parts.evaluate(rows(0.95, 1.02), 1150.0, copy)
     assert all(figure.passed for figure in good), [f.line() for f in good]
     assert good[0].value == pytest.approx(1 / 0.95)
-    slow = {d: {"quantize": 2.0, "copy": 4.2} for d in copy}
+    slow = {d: {"quantize": 2.0, "quantize, rotated": 1.5, "copy": 4.2} for d in copy}
     bad = parts.evaluate(rows(2.0, 1.05), 1150.0, slow)
     assert not any(figure.passed for figure in bad)
     part = parts.evaluate(rows(0.95, 1.02)[:5], None, {})
@@ -140,3 +141,16 @@ def test_the_readme_holds_e4m3_too(tmp_path, monkeypatch):
     text = readme.read_text().split(readme_table.BEGIN.format("fp8"))[1]
     table = text.split(readme_table.END.format("fp8"))[0]
     assert table.count("| 1.05 |") == 30 and "best of FA3 and cuDNN" in table and "e4m3" in table
+
+
+def test_readme_table_of_errors():
+    import readme_table
+
+    data = {"device": "card", "commit": "0123456789abcdef", "date": "today", "rows": [
+        {"config": {"input": "outlier", "S": 8, "D": 16, "error": "rms"}, "ours": 0.01,
+         "peers": {"fa3": 0.025}},
+        {"config": {"input": "normal", "S": 8, "D": 16, "error": "rms"}, "ours": 0.01,
+         "peers": {"fa3": None}}]}
+    text = readme_table.accuracy_markdown(data)
+    assert "| outlier | 8 | 16 | rms | 1.00e-02 | 2.50e-02 | 2.50 |" in text
+    assert "| normal | 8 | 16 | rms | 1.00e-02 | - | - |" in text and "0123456789ab," in text
