@@ -290,6 +290,20 @@ def test_rotation_and_mean_of_the_kernels(d, ragged):
     torch.testing.assert_close(got.float(), want.float(), atol=2.0**-9, rtol=0.13)
 
 
+@pytest.mark.parametrize("d", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_infinities_less_a_rotated_mean(d, dtype):
+    """What is finite is nothing beside them, also where a mean was taken off it."""
+    x = half(2, 300, 2, d, dtype=dtype) + 3
+    mean = fa3.row_mean(x, None, None)
+    x[0, 20, 1, 3] = float("inf")
+    got, scale = fa3.quantize(x, mean, None, None, 128, True, False)
+    want, want_scale = e4m3.quantize(x, mean, None, None, 128, True, False)
+    torch.testing.assert_close(scale, want_scale, atol=0, rtol=1e-5)
+    assert float((got.float() != want.float()).float().mean()) < 1e-3
+    torch.testing.assert_close(got.float(), want.float(), atol=2.0**-9, rtol=0.13)
+
+
 def test_strided_inputs_are_quantised_where_they_lie():
     packed = half(2, 200, 3, 4, 64)
     for x in (*packed.unbind(2), half(2, 4, 200, 64).transpose(1, 2), half(2, 200, 4, 72)[..., :64],

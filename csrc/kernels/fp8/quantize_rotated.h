@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(256, kRotatedCtas<Element, kParts>)
     }
   }
   make_hadamard<Element>(args.rotate_size, x.b);
-  const bool centred = args.mean != nullptr;
+  bool centred = args.mean != nullptr;
   if (centred) {
     rotate_mean(args.mean + (int64_t(rows.sequence) * args.heads + head) * args.head_dim,
                 args.head_dim, args.rotate_size, turned);
@@ -202,6 +202,8 @@ __global__ void __launch_bounds__(256, kRotatedCtas<Element, kParts>)
     }
     if (__any_sync(0xffffffffu, any)) {
       lift = kLift<Element>;
+      // It would be lifted too. A mean of fp16 is nothing beside what infinities count as.
+      if (lift != 1.0f) centred = false;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
 #pragma unroll
