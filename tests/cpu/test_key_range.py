@@ -93,12 +93,72 @@ int main() {
 """
 
 
-def test_visible_keys_and_blocks_against_brute_force(tmp_path):
+# What the backward makes of query_tiles(): BwdScheduler's fresh_from and final_to (whole pairs; no
+# more queries than keys), and m_first, by which a consumer leaves out a step.
+PAIRS = r"""
+#include <cstdio>
+#include <vector>
+#include "kernels/attn/query_range.h"
+using namespace flash_attn3;
+
+int main() {
+  const int lengths[] = {1, 2, 5, 8, 9, 16, 23, 31, 40, 53};
+  const int windows[] = {-1, 0, 1, 4, 7, 30};
+  const int chunks[] = {0, 1, 3, 8, 13};
+  const int tiles_of[] = {4, 8};
+  const int block = 8;
+  long cases = 0;
+  for (int sq : lengths) for (int sk : lengths) for (int tile : tiles_of)
+  for (int l : windows) for (int r : windows) for (int c : chunks) {
+    const Mask m{l, r, c};
+    std::vector<int> visits(blocks_for(sq, tile)), final(visits.size());
+    int fresh_from = 0;
+    const auto fail = [&](const char* what, int n, int at) {
+      std::printf("%s: sq %d sk %d tile %d window %d %d chunk %d block %d query tile %d\n", what,
+                  sq, sk, tile, l, r, c, n, at);
+      return 1;
+    };
+    const auto tiles_from = [&](int first_key, int keys) {
+      return query_tiles(m, first_key, smaller(first_key + keys, sk) - 1, sq, sk, tile);
+    };
+    for (int n = 0; n * block < sk; ++n) {
+      const BlockRange here = tiles_from(n * block, block);
+      for (int half = 0; half < 2; ++half, ++cases) {
+        const int first_key = n * block + half * block / 2;
+        if (here.begin >= tiles_from(first_key, block / 2).begin) continue;
+        if (here.end - here.begin < 2) return fail("one tile, left out", n, here.begin);
+        for (int key = first_key; key < smaller(first_key + block / 2, sk); ++key) {
+          const QueryRange seen = visible_queries(m, key, sq, sk);
+          if (seen.lo <= seen.hi && seen.lo < (here.begin + 1) * tile && seen.hi >= 0)
+            return fail("seen, left out", n, here.begin);
+        }
+      }
+      if (sq > sk) continue;
+      const BlockRange next = tiles_from((n + 1) * block, block);
+      const int final_to = next.begin < next.end ? next.begin : here.end;
+      for (int at = here.begin; at < here.end; ++at, ++cases) {
+        if ((at >= fresh_from) != (visits[at]++ == 0)) return fail("fresh", n, at);
+        if (final[at] != 0) return fail("after the last", n, at);
+        final[at] = at < final_to;
+      }
+      fresh_from = here.end;
+    }
+    for (int at = 0; sq <= sk && at < int(final.size()); ++at)
+      if (final[at] != 1) return fail("never written", -1, at);
+  }
+  std::printf("%ld\n", cases);
+  return 0;
+}
+"""
+
+
+@pytest.mark.parametrize("program_text", [PROGRAM, PAIRS], ids=["ranges", "whole pairs"])
+def test_visible_keys_and_blocks_against_brute_force(tmp_path, program_text):
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler on this machine")
     source, program = tmp_path / "ranges.cpp", tmp_path / "ranges"
-    source.write_text(PROGRAM)
+    source.write_text(program_text)
     subprocess.run([compiler, "-std=c++17", "-O1", "-I", CSRC, source, "-o", program], check=True)
     result = subprocess.run([program], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
