@@ -1,6 +1,9 @@
 // The e4m3 forward's half of the C interface: checks and choice of the instantiation.
 #include <algorithm>
+#include <cstdint>
+#include <string>
 
+#include "host/call_fields.h"
 #include "host/compiled.h"
 #include "host/fp8_dispatch.h"
 #include "kernels/fp8/value_layout.h"
@@ -32,6 +35,17 @@ Status check_scale(const char* name, const Fp8Scale& scale, bool is_query) {
                          "128 rows, not of " + std::to_string(rows) + ".");
 }
 
+// What transposes V ahead reads 16 bytes at a time; a bad address would fault instead of raising.
+Status check_values_in_rows(const Fp8Params& in) {
+  const Strides& strides = in.fwd.v_strides;
+  const bool ragged = is_ragged_k(in.fwd);
+  if (reinterpret_cast<uintptr_t>(in.fwd.v) % 16 == 0 && strides.row % 16 == 0 &&
+      strides.head % 16 == 0 && (ragged || strides.batch % 16 == 0)) {
+    return {};
+  }
+  return Status::invalid("v must start at a multiple of 16 bytes, and so must its rows and heads.");
+}
+
 Status check_fp8(const Fp8Params& in) {
   Status status = check_fwd(in.fwd);
   if (status.ok() && in.fwd.dtype != DType::kE4M3) {
@@ -46,6 +60,9 @@ Status check_fp8(const Fp8Params& in) {
   if (status.ok()) status = check_scale("q_scale", in.q_scale, true);
   if (status.ok()) status = check_scale("k_scale", in.k_scale, false);
   if (status.ok()) status = check_scale("v_scale", in.v_scale, false);
+  if (status.ok() && in.v_room != nullptr && in.v_transposed == 0) {
+    status = check_values_in_rows(in);
+  }
   return status;
 }
 
@@ -56,10 +73,10 @@ int64_t transpose_ahead_from(const FwdParams& in) { return in.head_dim_v <= 64 ?
 
 int64_t queries_of_a_key(const FwdParams& in) {
   int64_t queries = in.max_seqlen_q;
-  if (in.window_left >= 0) {
-    queries = std::min<int64_t>(queries, int64_t(in.window_left) + std::max(in.window_right, 0));
-  } else if (in.window_right >= 0) {
-    queries /= 2;
+  if (in.window_left >= 0 && in.window_right >= 0) {
+    queries = std::min<int64_t>(queries, int64_t(in.window_left) + in.window_right + 1);
+  } else if (in.window_left >= 0 || in.window_right >= 0) {
+    queries /= 2;  // one end is open
   }
   if (in.attention_chunk > 0) queries = std::min<int64_t>(queries, in.attention_chunk);
   return queries * (in.heads / std::max(in.heads_kv, 1));
@@ -67,7 +84,10 @@ int64_t queries_of_a_key(const FwdParams& in) {
 
 int64_t room_bytes(const Fp8Params& in) {
   if (in.v_transposed != 0 || queries_of_a_key(in.fwd) < transpose_ahead_from(in.fwd)) return 0;
-  return value_blocks(in.fwd) * in.fwd.heads_kv * in.fwd.head_dim_v * ValueLayout::kKeys;
+  const int64_t keys = value_blocks(in.fwd) * ValueLayout::kKeys;
+  // A sequence has blocks of its own: short ones would ask for many times the room of V.
+  if (is_ragged_k(in.fwd) && keys > 4 * in.fwd.total_k) return 0;
+  return keys * in.fwd.heads_kv * in.fwd.head_dim_v;
 }
 
 Status run(const Fp8Params* in, cudaStream_t stream, FwdPlan* plan) {

@@ -130,6 +130,17 @@ def test_values_of_any_layout_transposed_ahead():
     wide = torch.cat((v, v), dim=2)
     assert torch.equal(flash_attn_func(q, k, wide[:, :, 1:]), want)
     assert torch.equal(flash_attn_func(q, k, torch.cat((v, v), dim=3)[..., 64:]), want)
+    assert torch.equal(flash_attn_func(q, k, torch.cat((v, v), dim=3)[..., 3:67]),
+                       flash_attn_func(q, k, torch.cat((v, v), dim=3)[..., 3:67].contiguous()))
+    one = v[:1].expand(2, 300, 1, 64)
+    assert torch.equal(flash_attn_func(q, k, one), flash_attn_func(q, k, one.contiguous()))
+
+
+def test_many_short_sequences_and_a_long_one():
+    """Blocks of their own would take many times the room of V: it is not transposed ahead."""
+    lengths = (450,) + (3, 0, 1, 7) * 40
+    check_fp8(Fp8Case(lengths_q=lengths, lengths_k=lengths, ragged=True, tail=5, d=128,
+                      causal=True, **MANY_QUERIES), "cuda", poison=True)
 
 
 def test_layouts_give_the_bits_of_the_contiguous_one():
