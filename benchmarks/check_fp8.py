@@ -27,7 +27,7 @@ E4M3 = torch.float8_e4m3fn
 DEVICE = "cuda"
 TOP = 448.0
 LARGEST = 2.0**50  # larger inputs count as this (quantize.h)
-P_TOP = 2.0**8  # fp8_probabilities.h: kTopExponent
+P_TOP = 2.0**8  # fp8_traits.h: kTopExponent
 
 
 def say(text: str) -> None:

@@ -221,8 +221,8 @@ def attend(q: Operand, k: Operand, v: Operand, qv: Optional[Tensor], descales: t
            options: tuple, with_lse: bool) -> tuple[Tensor, Tensor]:
     """(out in bfloat16, lse) of a checked call whose k and v are e4m3.
 
-    with_lse False: the LSE may be that of probabilities rounded to e4m3, off by up to 0.03, and of
-    a call with smooth_k may lack what was taken off the scores.
+    with_lse False: the LSE may be that of probabilities rounded to e4m3 (docs/fp8.md), and of a
+    call with smooth_k may lack what was taken off the scores.
     """
     cu_seqlens_q, cu_seqlens_k, seqused_q = options[:3]
     scale = options[6]

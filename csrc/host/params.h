@@ -93,7 +93,8 @@ struct Fp8Params {
   Fp8Scale v_scale;
   // V as QuantizeParams::transposed writes it, instead of rows: fwd.v_strides are of no use then.
   int32_t v_transposed;
-  // 0: the LSE may be that of rounded probabilities, off by up to 0.03, which is faster.
+  // 0: the LSE may be that of rounded probabilities, which is faster. It is off by up to 0.03, and
+  // by more where thousands of keys lie below 2^-18 of their row's largest and are rounded to 0.
   int32_t exact_lse;
   // Room of flash_attn3_fp8_room_bytes(), or null: V in rows is then transposed there first, once,
   // instead of by the kernel for every tile of queries.

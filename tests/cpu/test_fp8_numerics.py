@@ -9,7 +9,7 @@ import torch
 from support import fp8_model
 from support.fp8_model import attention_exact, attention_model, hadamard, quantize_blocks, to_e4m3
 
-HEADER = Path(__file__).parents[2] / "csrc" / "kernels" / "fp8" / "fp8_probabilities.h"
+HEADER = Path(__file__).parents[2] / "csrc" / "kernels" / "fp8" / "fp8_traits.h"
 
 
 def relative(got, reference):

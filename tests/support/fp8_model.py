@@ -10,7 +10,7 @@ import math
 import torch
 
 KEYS = 128
-TOP_EXPONENT = 8  # fp8_probabilities.h
+TOP_EXPONENT = 8  # fp8_traits.h
 LARGEST = 448.0
 
 

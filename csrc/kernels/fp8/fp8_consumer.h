@@ -9,7 +9,6 @@
 #pragma once
 
 #include "kernels/fp8/fp8_params.h"
-#include "kernels/fp8/fp8_probabilities.h"
 #include "kernels/fp8/fp8_traits.h"
 #include "kernels/fp8/row_tops.h"
 #include "kernels/fwd/fwd_consumer.h"
@@ -239,6 +238,7 @@ struct Fp8Consumer : FwdConsumer<T> {
   // Two products of 64 columns are under way at a time: while one is added to O, the other runs.
   // The turn is passed when the last has been issued.
   static constexpr bool kInPieces = T::kInChunks && T::kHeadDimV == 256;
+  static_assert(!(kInPieces && T::kTensorSums), "no piece has the columns of ones");
   static constexpr bool kPassesEarly = kInPieces;
   static constexpr int kPieces = T::kHeadDimV / 64;
   static constexpr int kPiece = 32;  // registers
@@ -356,8 +356,9 @@ struct Fp8Consumer : FwdConsumer<T> {
   template <bool kSumsUp>
   __device__ __forceinline__ static void exponentiate(Stream& t, float (&s)[kScores], float scale,
                                                       const float (&factor)[2]) {
-    float part[2][2] = {};  // two chains a row: an addition waits four cycles for the last
-                            // By the registers of P: three consumers have none to spare.
+    // Two chains a row: an addition waits four cycles for the last.
+    float part[2][2] = {};
+    // By the registers of P: three consumers have none to spare.
 #pragma unroll
     for (int r = 0; r < kScores / 4; ++r) {
       const int h = r % 2;

@@ -9,11 +9,15 @@
 
 namespace flash_attn3 {
 
+// The largest probability of a row is this power of two, which has no rounding error: near the top
+// of e4m3's range (448), which reaches 17 binades down.
+constexpr int kTopExponent = 8;
+
 // Where P V of a block is summed. The tensor unit keeps about 13 bits of a sum and cuts off the
 // rest, so that only one block's sum is left to it: O adds them up in fp32 by ordinary arithmetic.
 enum class Promotion {
   kWhole,   // in registers of their own, as many as O has; P V runs under the next softmax
-  kChunks,  // 128 columns at a time in the registers that hold scores otherwise
+  kChunks,  // part of the columns at a time in the registers that hold scores otherwise
 };
 
 // Who adds up a row's probabilities.
@@ -41,7 +45,7 @@ struct alignas(16) ValueScale {
 // Where V comes from.
 enum class ValueSource {
   kRows,        // [key][column]: two warps transpose each block in shared memory
-  kTransposed,  // from quantize(): as ValueLayout has it, without the swizzle
+  kTransposed,  // by quantize() or transpose_values.h: as ValueLayout has it, not swizzled
 };
 
 // What fp8_config.h chooses for a pair of head dims. The KV block is ValueLayout's.

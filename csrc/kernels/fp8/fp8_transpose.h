@@ -43,7 +43,7 @@ struct Fp8Transposer {
     __syncwarp();
   }
 
-  // Loads that are under way at a time: one by one, their latency would be most of a block's time.
+  // Loads under way beside the step that is worked on; two would spill.
   static constexpr int kAhead = 1;
 
   // Offsets within a panel are constants, so that a step is a load, four permutations, a store and
