@@ -161,7 +161,7 @@ Status prepare_tile_order(const FwdParams& in, int tile_m, int grid, cudaStream_
   cudaError_t error = cudaSuccess;
   if (params->order == TileOrder::kRagged) {
     params->counter = params->workspace + RaggedPlan::kCounter;
-    params->last_claim = -1;
+    params->last_claim = ~0u;
     error = launch_ragged_plan(in, *params, tile_m, stream);
   } else if (params->order == TileOrder::kDynamic) {
     params->last_claim = params->tiles + grid - 1;

@@ -160,7 +160,7 @@ struct BwdTraits : Schedule {
     uint64_t turn_come[kTurnChains][kTurnSlots];
     uint64_t turn_done[kTurnChains][kTurnSlots];
     int32_t turn_rows[kTurnChains][kTurnSlots];  // the turn warp's own: the step's counter
-    alignas(16) BwdTile tiles[kTileSlots];
+    BwdTile tiles[kTileSlots];
   };
 };
 
