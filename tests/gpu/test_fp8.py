@@ -136,6 +136,15 @@ def test_values_of_any_layout_transposed_ahead():
     assert torch.equal(flash_attn_func(q, k, one), flash_attn_func(q, k, one.contiguous()))
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("heads", [2, 32])
+def test_bits_do_not_depend_on_where_values_are_transposed(d, heads):
+    """By `quantize`; as rows by the kernel (2 heads) or ahead of it (32)."""
+    q, k, v = half(2, 450, heads, d), half(2, 450, 1, d), half(2, 450, 1, d)
+    tiles, rows = (quantize(q, k, v, transpose_v=there) for there in (True, False))
+    assert torch.equal(flash_attn_func(*rows, causal=True), flash_attn_func(*tiles, causal=True))
+
+
 def test_many_short_sequences_and_a_long_one():
     """Blocks of their own would take many times the room of V: it is not transposed ahead."""
     lengths = (450,) + (3, 0, 1, 7) * 40

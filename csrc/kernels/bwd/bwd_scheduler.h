@@ -83,7 +83,9 @@ struct BwdScheduler {
   }
 
   // Whole pairs: a claim is for all KV tiles of a pair, in their order. Ranges of query tiles only
-  // move up with the KV tile; an empty one can stand before all others or behind them.
+  // move up with the KV tile; an empty one can stand before all others or behind them
+  // (tests/cpu/test_key_range.py). `loaded` is not asked at each tile, and may be two phases behind
+  // when it is: its parity lets the claim pass then, two KV tiles early, which does no harm.
   __device__ __forceinline__ void run_pairs() {
     uint32_t count = 0;
     for (;;) {
