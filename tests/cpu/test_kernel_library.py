@@ -5,12 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 REPO = Path(__file__).parents[2]
 sys.path.insert(0, str(REPO / "benchmarks"))
 
 from ctypes_fp8 import Fp8Library, Fp8Params  # noqa: E402
-from ctypes_lib import DTYPE_CODES, Strides, torch  # noqa: E402
+from ctypes_lib import DTYPE_CODES, Strides  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
