@@ -192,7 +192,8 @@ def flash_attn_func(
         softcap: c > 0: scores become c * tanh(score / c).
         num_splits, pack_gqa: hints, without influence on the result beyond rounding.
         deterministic: gradients bitwise equal from run to run (the forward always is).
-        sm_margin: number of SMs to leave free.
+        sm_margin: number of SMs that the attention kernels leave free (the short passes before
+            and after a gradient's take all).
         return_attn_probs: return (out, lse), not out alone.
 
     Returns:

@@ -84,6 +84,7 @@ int64_t queries_of_a_key(const FwdParams& in) {
 
 int64_t room_bytes(const Fp8Params& in) {
   if (in.v_transposed != 0 || queries_of_a_key(in.fwd) < transpose_ahead_from(in.fwd)) return 0;
+  if (in.fwd.sm_margin > 0) return 0;  // the transposing kernel would run on all SMs
   const int64_t keys = value_blocks(in.fwd) * ValueLayout::kKeys;
   // A sequence has blocks of its own: short ones would ask for many times the room of V.
   if (is_ragged_k(in.fwd) && keys > 4 * in.fwd.total_k) return 0;

@@ -55,7 +55,7 @@ def call(batch=1, sq=8192, sk=8192, heads=4, heads_kv=4, d=128, ragged=False, **
     (dict(window_left=2047, window_right=0), 8192), (dict(window_left=2046, window_right=0), 0),
     (dict(window_left=10, window_right=5000), 8192), (dict(batch=3), 3 * 8192),
     (dict(ragged=True, batch=6), 8192 + 6 * 128), (dict(ragged=True, batch=192), 4 * 8192),
-    (dict(ragged=True, batch=193), 0)], ids=str)
+    (dict(ragged=True, batch=193), 0), (dict(sm_margin=1), 0)], ids=str)
 def test_room_for_values_transposed_ahead(library, options, keys):
     params = call(**options)
     got = library._fp8_room_bytes(ctypes.byref(params))
