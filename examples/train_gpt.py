@@ -348,8 +348,11 @@ def main(argv: list[str] | None = None) -> int:
     if out is None and os.environ.get("OUT"):
         out = Path(os.environ["OUT"]) / "train_gpt.json"
     if out is not None:
-        out.write_text(json.dumps({"shape": vars(args.shape), "attention_alone_ms": alone,
-                                   "runs": {name: vars(run) for name, run in runs.items()}}))
+        device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+        out.write_text(json.dumps({
+            "what": "train", "device": device, "torch": torch.__version__,
+            "commit": os.environ.get("FLASH_ATTN3_COMMIT"), "shape": vars(args.shape),
+            "attention_alone_ms": alone, "runs": {name: vars(run) for name, run in runs.items()}}))
         print(f"written to {out}")
     if args.plot:
         draw(args.plot, runs, args.shape)
