@@ -1,6 +1,4 @@
 // The quantising half of the C interface.
-#include <atomic>
-
 #include "host/fp8_dispatch.h"
 #include "kernels/fp8/quantize.h"
 #include "kernels/fp8/quantize_rotated.h"
@@ -59,8 +57,15 @@ QuantizeArgs fill(const QuantizeParams& in) {
   return args;
 }
 
-cudaError_t launch_by(void (*kernel)(QuantizeArgs), const QuantizeArgs& args, int64_t ctas,
-                      int threads, cudaStream_t stream) {
+constexpr int64_t kMostCtas = 0x7fffffff;
+
+// A CTA has a block of a head.
+int64_t ctas_of(const QuantizeArgs& args) {
+  return int64_t(args.blocks) * args.heads * (args.cu_seqlens != nullptr ? 1 : args.batch);
+}
+
+cudaError_t launch_by(void (*kernel)(QuantizeArgs), const QuantizeArgs& args, int threads,
+                      cudaStream_t stream) {
   const int bytes = args.transposed != 0
                         ? ValueLayout::kKeys * (quantize_row_bytes(args.head_dim) + args.head_dim)
                         : 0;
@@ -69,48 +74,48 @@ cudaError_t launch_by(void (*kernel)(QuantizeArgs), const QuantizeArgs& args, in
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   }
   if (error != cudaSuccess) return error;
-  kernel<<<unsigned(ctas), threads, bytes, stream>>>(args);
+  kernel<<<unsigned(ctas_of(args)), threads, bytes, stream>>>(args);
   return cudaGetLastError();
 }
 
 template <class Element, int kGroup, bool kCentred>
-cudaError_t launch(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) {
+cudaError_t launch(const QuantizeArgs& args, cudaStream_t stream) {
   const int threads = larger(32, args.block_rows * kGroup / kQuantizePasses);
-  return launch_by(quantize_kernel<Element, kGroup, kCentred>, args, ctas, threads, stream);
+  return launch_by(quantize_kernel<Element, kGroup, kCentred>, args, threads, stream);
 }
 
 template <class Element, bool kCentred>
-cudaError_t launch_for(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) {
+cudaError_t launch_for(const QuantizeArgs& args, cudaStream_t stream) {
   const int lanes = args.head_dim / 16;
-  if (lanes <= 1) return launch<Element, 1, kCentred>(args, ctas, stream);
-  if (lanes <= 2) return launch<Element, 2, kCentred>(args, ctas, stream);
-  if (lanes <= 4) return launch<Element, 4, kCentred>(args, ctas, stream);
-  if (lanes <= 8) return launch<Element, 8, kCentred>(args, ctas, stream);
-  return launch<Element, 16, kCentred>(args, ctas, stream);
+  if (lanes <= 1) return launch<Element, 1, kCentred>(args, stream);
+  if (lanes <= 2) return launch<Element, 2, kCentred>(args, stream);
+  if (lanes <= 4) return launch<Element, 4, kCentred>(args, stream);
+  if (lanes <= 8) return launch<Element, 8, kCentred>(args, stream);
+  return launch<Element, 16, kCentred>(args, stream);
 }
 
 template <class Element, int kParts, bool kMixed>
-cudaError_t launch_rotated(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) {
-  return launch_by(quantize_rotated_kernel<Element, kParts, kMixed>, args, ctas,
-                   args.block_rows * 2, stream);
+cudaError_t launch_rotated(const QuantizeArgs& args, cudaStream_t stream) {
+  return launch_by(quantize_rotated_kernel<Element, kParts, kMixed>, args, args.block_rows * 2,
+                   stream);
 }
 
 template <class Element>
-cudaError_t launch_rotated_for(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) {
-  if (args.rotate_size == 256) return launch_rotated<Element, 4, true>(args, ctas, stream);
-  if (args.rotate_size == 128) return launch_rotated<Element, 2, true>(args, ctas, stream);
+cudaError_t launch_rotated_for(const QuantizeArgs& args, cudaStream_t stream) {
+  if (args.rotate_size == 256) return launch_rotated<Element, 4, true>(args, stream);
+  if (args.rotate_size == 128) return launch_rotated<Element, 2, true>(args, stream);
   const int parts = blocks_for(args.head_dim, 64);
-  if (parts == 1) return launch_rotated<Element, 1, false>(args, ctas, stream);
-  if (parts == 2) return launch_rotated<Element, 2, false>(args, ctas, stream);
-  if (parts == 3) return launch_rotated<Element, 3, false>(args, ctas, stream);
-  return launch_rotated<Element, 4, false>(args, ctas, stream);
+  if (parts == 1) return launch_rotated<Element, 1, false>(args, stream);
+  if (parts == 2) return launch_rotated<Element, 2, false>(args, stream);
+  if (parts == 3) return launch_rotated<Element, 3, false>(args, stream);
+  return launch_rotated<Element, 4, false>(args, stream);
 }
 
 template <class Element>
-cudaError_t launch_any(const QuantizeArgs& args, int64_t ctas, cudaStream_t stream) {
-  if (args.rotate_size != 0) return launch_rotated_for<Element>(args, ctas, stream);
-  return args.mean != nullptr ? launch_for<Element, true>(args, ctas, stream)
-                              : launch_for<Element, false>(args, ctas, stream);
+cudaError_t launch_any(const QuantizeArgs& args, cudaStream_t stream) {
+  if (args.rotate_size != 0) return launch_rotated_for<Element>(args, stream);
+  return args.mean != nullptr ? launch_for<Element, true>(args, stream)
+                              : launch_for<Element, false>(args, stream);
 }
 
 // Checked, and the call's device made current for the time of `work`.
@@ -127,12 +132,9 @@ Status quantize(const QuantizeParams& in, cudaStream_t stream) {
     return Status::invalid("out and scale must not be null.");
   }
   const QuantizeArgs args = fill(in);
-  const int64_t ctas =
-      int64_t(args.blocks) * args.heads * (in.cu_seqlens != nullptr ? 1 : in.batch);
-  if (ctas > 0x7fffffff) return Status::invalid("the tensor has too many blocks.");
-  const cudaError_t error = in.dtype == DType::kBFloat16
-                                ? launch_any<__nv_bfloat16>(args, ctas, stream)
-                                : launch_any<__half>(args, ctas, stream);
+  if (ctas_of(args) > kMostCtas) return Status::invalid("the tensor has too many blocks.");
+  const cudaError_t error = in.dtype == DType::kBFloat16 ? launch_any<__nv_bfloat16>(args, stream)
+                                                         : launch_any<__half>(args, stream);
   return error == cudaSuccess ? Status{} : cuda_status("launching the quantise kernel", error);
 }
 
@@ -159,27 +161,22 @@ Status mean(const QuantizeParams& in, float* out, cudaStream_t stream) {
 
 Status transpose_values(const Fp8Params& in, cudaStream_t stream) {
   const FwdParams& fwd = in.fwd;
-  QuantizeArgs args{};
-  args.in = fwd.v;
-  args.cu_seqlens = fwd.cu_seqlens_k;
-  args.seqused = fwd.seqused_k;
-  args.out = static_cast<uint8_t*>(in.v_room);
-  args.batch_stride = fwd.v_strides.batch;
-  args.row_stride = fwd.v_strides.row;
-  args.head_stride = fwd.v_strides.head;
-  args.batch = fwd.batch;
-  args.heads = fwd.heads_kv;
-  args.head_dim = fwd.head_dim_v;
-  args.seqlen = fwd.max_seqlen_k;
-  args.total = int32_t(fwd.total_k);
-  args.block_rows = ValueLayout::kKeys;
-  const bool ragged = fwd.cu_seqlens_k != nullptr;
-  args.blocks = int32_t(ragged ? value_blocks(fwd) : value_blocks(fwd) / fwd.batch);
-  args.transposed = 1;
-  const int64_t ctas = value_blocks(fwd) * fwd.heads_kv;
-  if (ctas > 0x7fffffff) return Status::invalid("v has too many blocks.");
-  const cudaError_t error =
-      launch_by(transpose_values_kernel, args, ctas, kTransposeThreads, stream);
+  QuantizeParams v{};
+  v.in = fwd.v;
+  v.cu_seqlens = fwd.cu_seqlens_k;
+  v.seqused = fwd.seqused_k;
+  v.out = in.v_room;
+  v.in_strides = fwd.v_strides;
+  v.batch = fwd.batch;
+  v.seqlen = fwd.max_seqlen_k;
+  v.total = fwd.total_k;
+  v.heads = fwd.heads_kv;
+  v.head_dim = fwd.head_dim_v;
+  v.block_rows = ValueLayout::kKeys;
+  v.transposed = 1;
+  const QuantizeArgs args = fill(v);
+  if (ctas_of(args) > kMostCtas) return Status::invalid("v has too many blocks.");
+  const cudaError_t error = launch_by(transpose_values_kernel, args, kTransposeThreads, stream);
   return error == cudaSuccess ? Status{} : cuda_status("launching the transposing kernel", error);
 }
 

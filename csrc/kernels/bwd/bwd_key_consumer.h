@@ -278,16 +278,22 @@ struct BwdKeyConsumer {
     ++step_count;
   }
 
-  __device__ __forceinline__ void compute(const BwdTile& tile) {
-    float dk[T::kHeadDim / 2], dv[T::kHeadDimV / 2];
-    uint32_t ds[kScores / 2];
-    // Sums from 0 on rather than a first step of its own: ptxas serialises the products otherwise.
+  // Waits for K and V of a tile. Sums from 0 on rather than a first step of its own: ptxas
+  // serialises the products otherwise.
+  __device__ __forceinline__ void begin_tile(float (&dk)[T::kHeadDim / 2],
+                                             float (&dv)[T::kHeadDimV / 2]) {
 #pragma unroll
     for (int i = 0; i < T::kHeadDim / 2; ++i) dk[i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < T::kHeadDimV / 2; ++i) dv[i] = 0.0f;
     mbarrier_wait(&shared.k_full[kv_stage()], ring_parity<T::kKvStages>(tile_count));
     mbarrier_wait(&shared.v_full[kv_stage()], ring_parity<T::kKvStages>(tile_count));
+  }
+
+  __device__ __forceinline__ void compute(const BwdTile& tile) {
+    float dk[T::kHeadDim / 2], dv[T::kHeadDimV / 2];
+    uint32_t ds[kScores / 2];
+    begin_tile(dk, dv);
     const int m_end_ahead = tile.m_end, m_begin_ahead = tile.m_begin;
     const auto m_begin = [&] { return kReadAhead ? m_begin_ahead : tile.m_begin; };
     const auto m_end = [&] { return kReadAhead ? m_end_ahead : tile.m_end; };

@@ -21,14 +21,7 @@ struct BwdPairConsumer : BwdKeyConsumer<T, kDqColumns, false> {
   __device__ __forceinline__ void compute(const BwdTile& tile) {
     float dk[T::kHeadDim / 2], dv[T::kHeadDimV / 2];
     uint32_t ds[Base::kScores / 2];
-    // Sums from 0 on rather than a first step of its own: ptxas serialises the products otherwise.
-#pragma unroll
-    for (int i = 0; i < T::kHeadDim / 2; ++i) dk[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < T::kHeadDimV / 2; ++i) dv[i] = 0.0f;
-    const int kv_stage = this->kv_stage();
-    mbarrier_wait(&shared.k_full[kv_stage], ring_parity<T::kKvStages>(tile_count));
-    mbarrier_wait(&shared.v_full[kv_stage], ring_parity<T::kKvStages>(tile_count));
+    this->begin_tile(dk, dv);
     const int way = visits_down<T>(tile) ? -1 : 1;
     const int first = way > 0 ? tile.m_begin : tile.m_end - 1;
     const int behind = way > 0 ? tile.m_end : tile.m_begin - 1;
@@ -81,7 +74,7 @@ struct BwdPairConsumer : BwdKeyConsumer<T, kDqColumns, false> {
       pin_registers(dv);
       this->release_ds(of);
       this->say(&shared.q_empty[ring_slot<T::kQStages>(of)]);
-      if (rest == 1) this->say(&shared.kv_empty[kv_stage]);
+      if (rest == 1) this->say(&shared.kv_empty[this->kv_stage()]);
       settler.settle(dq, sum);
       at -= params.group;  // another one only where the way is down
     }

@@ -76,6 +76,48 @@ __device__ __forceinline__ RowBlock find_rows(const QuantizeArgs& args, int batc
           n < 0 ? 0 : larger(0, smaller(rows - start, args.block_rows))};
 }
 
+// The block of a head that this CTA has.
+struct CtaBlock {
+  int head;
+  int slot;  // of all blocks of a head
+  bool ragged;
+  int batch;  // dense: the sequence
+  int block;  // as find_rows() counts
+  RowBlock rows;
+
+  static __device__ __forceinline__ CtaBlock of(const QuantizeArgs& args) {
+    CtaBlock at;
+    at.head = blockIdx.x % args.heads;
+    at.slot = blockIdx.x / args.heads;
+    at.ragged = args.cu_seqlens != nullptr;
+    at.batch = at.ragged ? 0 : at.slot / args.blocks;
+    at.block = at.ragged ? at.slot : at.slot - at.batch * args.blocks;
+    at.rows = find_rows(args, at.batch, at.block);
+    return at;
+  }
+
+  // Row 0 of the batch that `rows.first` counts in.
+  template <class Element>
+  __device__ __forceinline__ const Element* input(const QuantizeArgs& args) const {
+    return static_cast<const Element*>(args.in) + head * args.head_stride +
+           (ragged ? 0 : rows.sequence * args.batch_stride);
+  }
+
+  __device__ __forceinline__ float* scale(const QuantizeArgs& args) const {
+    const int64_t first =
+        ragged ? int64_t(head) * args.blocks : (int64_t(batch) * args.heads + head) * args.blocks;
+    return args.scale + (first + block);
+  }
+
+  // True in a slot that no sequence of a ragged tensor has: its scale is written all the same, so
+  // that the results of equal calls are equal.
+  __device__ __forceinline__ bool is_empty(const QuantizeArgs& args) const {
+    if (rows.exist != 0) return false;
+    if (threadIdx.x == 0 && ragged) *scale(args) = 1.0f;
+    return true;
+  }
+};
+
 template <class Element>
 __device__ __forceinline__ float to_float(uint32_t packed, int which);
 
@@ -147,8 +189,8 @@ __host__ __device__ inline int quantize_row_bytes(int head_dim) {
 
 // From the largest magnitude that each thread has seen: writes the block's scale, and gives what
 // values are to be multiplied by. All threads of the CTA.
-__device__ __forceinline__ float scale_of_block(const QuantizeArgs& args, int head, bool ragged,
-                                                int batch, int block, float top) {
+__device__ __forceinline__ float scale_of_block(const QuantizeArgs& args, const CtaBlock& at,
+                                                float top) {
   __shared__ float warp_top[16];
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
@@ -160,34 +202,29 @@ __device__ __forceinline__ float scale_of_block(const QuantizeArgs& args, int he
   for (int w = 0; w < int(blockDim.x) / 32; ++w) top = fmaxf(top, warp_top[w]);
   top = fminf(top, kLargestInput);
   const float scale = top == 0.0f ? 1.0f : fmaxf(__fdiv_rn(top, kLargestE4m3), kSmallestScale);
-  if (threadIdx.x == 0) {
-    const int64_t first =
-        ragged ? int64_t(head) * args.blocks : (int64_t(batch) * args.heads + head) * args.blocks;
-    args.scale[first + block] = scale;
-  }
+  if (threadIdx.x == 0) *at.scale(args) = scale;
   return __fdiv_rn(1.0f, scale);
 }
 
 // Where a row's values from `column` on go; null where nowhere.
 __device__ __forceinline__ uint8_t* place_of(const QuantizeArgs& args, uint8_t* shared,
-                                             const RowBlock& rows, int batch, int head, int row,
-                                             int column) {
+                                             const CtaBlock& at, int row, int column) {
   if (args.transposed != 0) return shared + row * quantize_row_bytes(args.head_dim) + column;
-  if (row >= rows.exist) return nullptr;
+  if (row >= at.rows.exist) return nullptr;
   // Contiguous: [batch][row][head][column].
-  const int64_t at = args.cu_seqlens != nullptr ? rows.first + row
-                                                : int64_t(batch) * args.seqlen + rows.first + row;
-  return args.out + (at * args.heads + head) * args.head_dim + column;
+  const int64_t of_tensor =
+      at.ragged ? at.rows.first + row : int64_t(at.batch) * args.seqlen + at.rows.first + row;
+  return args.out + (of_tensor * args.heads + at.head) * args.head_dim + column;
 }
 
 // The rows that lie in `shared`, transposed behind them, to memory.
 __device__ __forceinline__ void write_transposed(const QuantizeArgs& args, uint8_t* shared,
-                                                 int slot, int head) {
+                                                 const CtaBlock& at) {
   __syncthreads();
   const int row_bytes = quantize_row_bytes(args.head_dim);
   const int64_t tile = int64_t(args.head_dim) * ValueLayout::kRowBytes;
   store_transposed(shared, row_bytes, shared + ValueLayout::kKeys * row_bytes, args.head_dim,
-                   args.out + (int64_t(slot) * args.heads + head) * tile);
+                   args.out + (int64_t(at.slot) * args.heads + at.head) * tile);
 }
 
 constexpr int kQuantizePasses = 4;
@@ -197,24 +234,14 @@ constexpr int kQuantizePasses = 4;
 template <class Element, int kGroup, bool kCentred>
 __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ QuantizeArgs args) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const int head = blockIdx.x % args.heads;
-  const int slot = blockIdx.x / args.heads;
-  const bool ragged = args.cu_seqlens != nullptr;
-  const int batch = ragged ? 0 : slot / args.blocks;
-  const int block = ragged ? slot : slot - batch * args.blocks;
-  const RowBlock rows = find_rows(args, batch, block);
-  if (rows.exist == 0) {
-    // A slot that no sequence of a ragged tensor has: its scale is written all the same, so that
-    // the results of equal calls are equal.
-    if (threadIdx.x == 0 && ragged) args.scale[int64_t(head) * args.blocks + block] = 1.0f;
-    return;
-  }
+  const CtaBlock at = CtaBlock::of(args);
+  const RowBlock& rows = at.rows;
+  if (at.is_empty(args)) return;
 
   const int member = threadIdx.x % kGroup;
   const int rows_per_pass = blockDim.x / kGroup;
   const bool has_columns = member * 16 < args.head_dim;
-  const Element* in = static_cast<const Element*>(args.in) + head * args.head_stride +
-                      (ragged ? 0 : rows.sequence * args.batch_stride) + member * 16;
+  const Element* in = at.input<Element>(args) + member * 16;
 
   uint4 raw[kQuantizePasses][2];
 #pragma unroll
@@ -232,7 +259,7 @@ __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ Q
   if constexpr (kCentred) {
     float mean[16];
     const float* from =
-        args.mean + (int64_t(rows.sequence) * args.heads + head) * args.head_dim + member * 16;
+        args.mean + (int64_t(rows.sequence) * args.heads + at.head) * args.head_dim + member * 16;
 #pragma unroll
     for (int i = 0; i < 16; ++i) mean[i] = has_columns ? from[i] : 0.0f;
 #pragma unroll
@@ -256,7 +283,7 @@ __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ Q
     }
     top = fmaxf(to_float<Element>(tops, 0), to_float<Element>(tops, 1));
   }
-  const float inverse = scale_of_block(args, head, ragged, batch, block, top);
+  const float inverse = scale_of_block(args, at, top);
 
 #pragma unroll
   for (int pass = 0; pass < kQuantizePasses; ++pass) {
@@ -275,11 +302,11 @@ __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ Q
                                  from[4 * i + 2] * inverse, from[4 * i + 3] * inverse);
     }
     if (!has_columns || row >= args.block_rows) continue;
-    uint8_t* to = place_of(args, shared, rows, batch, head, row, member * 16);
+    uint8_t* to = place_of(args, shared, at, row, member * 16);
     if (to == nullptr) continue;
     *reinterpret_cast<uint4*>(to) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
   }
-  if (args.transposed != 0) write_transposed(args, shared, slot, head);
+  if (args.transposed != 0) write_transposed(args, shared, at);
 }
 
 // --- the mean of K's rows -----------------------------------------------------------------------

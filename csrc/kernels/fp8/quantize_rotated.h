@@ -138,21 +138,13 @@ __global__ void __launch_bounds__(256, kRotatedCtas<Element, kParts>)
     quantize_rotated_kernel(const __grid_constant__ QuantizeArgs args) {
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ float turned[256];
-  const int head = blockIdx.x % args.heads;
-  const int slot = blockIdx.x / args.heads;
-  const bool ragged = args.cu_seqlens != nullptr;
-  const int batch = ragged ? 0 : slot / args.blocks;
-  const int block = ragged ? slot : slot - batch * args.blocks;
-  const RowBlock rows = find_rows(args, batch, block);
-  if (rows.exist == 0) {
-    if (threadIdx.x == 0 && ragged) args.scale[int64_t(head) * args.blocks + block] = 1.0f;
-    return;
-  }
+  const CtaBlock at = CtaBlock::of(args);
+  const RowBlock& rows = at.rows;
+  if (at.is_empty(args)) return;
 
   const int first_row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
   const int first_column = threadIdx.x % 4 * 16;
-  const Element* in = static_cast<const Element*>(args.in) + head * args.head_stride +
-                      (ragged ? 0 : rows.sequence * args.batch_stride) + first_column;
+  const Element* in = at.input<Element>(args) + first_column;
   RotatedRows<Element, kParts, kMixed> x;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -174,7 +166,7 @@ __global__ void __launch_bounds__(256, kRotatedCtas<Element, kParts>)
   make_hadamard<Element>(args.rotate_size, x.b);
   bool centred = args.mean != nullptr;
   if (centred) {
-    rotate_mean(args.mean + (int64_t(rows.sequence) * args.heads + head) * args.head_dim,
+    rotate_mean(args.mean + (int64_t(rows.sequence) * args.heads + at.head) * args.head_dim,
                 args.head_dim, args.rotate_size, turned);
   }
 
@@ -234,7 +226,7 @@ __global__ void __launch_bounds__(256, kRotatedCtas<Element, kParts>)
 #pragma unroll
     for (int i = 0; i < 32; ++i) top = fmaxf(top, fabsf(sum[i / 2][i % 2]));  // passes over NaN
   }
-  const float inverse = scale_of_block(args, head, ragged, batch, block, top * factor) * factor;
+  const float inverse = scale_of_block(args, at, top * factor) * factor;
 
 #pragma unroll kMixed ? 1 : kParts
   for (int part = 0; part < kParts; ++part) {
@@ -245,8 +237,7 @@ __global__ void __launch_bounds__(256, kRotatedCtas<Element, kParts>)
     if (part * 64 + first_column >= args.head_dim) continue;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      uint8_t* to =
-          place_of(args, shared, rows, batch, head, first_row + 8 * r, part * 64 + first_column);
+      uint8_t* to = place_of(args, shared, at, first_row + 8 * r, part * 64 + first_column);
       if (to == nullptr) continue;
       uint32_t packed[4];
 #pragma unroll
@@ -257,7 +248,7 @@ __global__ void __launch_bounds__(256, kRotatedCtas<Element, kParts>)
       *reinterpret_cast<uint4*>(to) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
     }
   }
-  if (args.transposed != 0) write_transposed(args, shared, slot, head);
+  if (args.transposed != 0) write_transposed(args, shared, at);
 }
 
 }  // namespace flash_attn3

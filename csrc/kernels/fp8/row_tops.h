@@ -7,6 +7,19 @@
 
 namespace flash_attn3 {
 
+// The first two values of each of four threads, reduced over them.
+template <class T, int kSize, class Larger>
+__device__ __forceinline__ void over_quad(T (&x)[kSize], const Larger& larger_of) {
+#pragma unroll
+  for (int distance = 1; distance <= 2; ++distance) {
+    T other[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) other[h] = __shfl_xor_sync(0xffffffffu, x[h], distance);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) x[h] = larger_of(x[h], other[h]);
+  }
+}
+
 // Four chains a row: a maximum waits five cycles for the last.
 template <int kSize>
 __device__ __forceinline__ void tops_of_rows(const float (&s)[kSize], float (&top)[2]) {
@@ -20,14 +33,7 @@ __device__ __forceinline__ void tops_of_rows(const float (&s)[kSize], float (&to
     top[h] =
         fmaxf(fmaxf(chain[2 * h], chain[2 * h + 1]), fmaxf(chain[2 * h + 4], chain[2 * h + 5]));
   }
-#pragma unroll
-  for (int distance = 1; distance <= 2; ++distance) {
-    float other[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) other[h] = __shfl_xor_sync(0xffffffffu, top[h], distance);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) top[h] = fmaxf(top[h], other[h]);
-  }
+  over_quad(top, [](float a, float b) { return fmaxf(a, b); });
 }
 
 // The same with half as many instructions: integers have a maximum of three, and order positive
@@ -48,14 +54,7 @@ __device__ __forceinline__ void quick_tops(const float (&s)[kSize], float (&top)
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) chain[h] = larger(chain[2 * h], chain[2 * h + 1]);
-#pragma unroll
-  for (int distance = 1; distance <= 2; ++distance) {
-    int other[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) other[h] = __shfl_xor_sync(0xffffffffu, chain[h], distance);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) chain[h] = larger(chain[h], other[h]);
-  }
+  over_quad(chain, [](int a, int b) { return larger(a, b); });
   top[0] = __int_as_float(chain[0]);
   top[1] = __int_as_float(chain[1]);
 }

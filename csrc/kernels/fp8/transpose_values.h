@@ -12,14 +12,10 @@ constexpr int kTransposeThreads = 256;
 __global__ void __launch_bounds__(kTransposeThreads)
     transpose_values_kernel(const __grid_constant__ QuantizeArgs args) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const int head = blockIdx.x % args.heads;
-  const int slot = blockIdx.x / args.heads;
-  const bool ragged = args.cu_seqlens != nullptr;
-  const int batch = ragged ? 0 : slot / args.blocks;
-  const RowBlock rows = find_rows(args, batch, ragged ? slot : slot - batch * args.blocks);
+  const CtaBlock at = CtaBlock::of(args);
+  const RowBlock& rows = at.rows;
   if (rows.exist == 0) return;
-  const uint8_t* in = static_cast<const uint8_t*>(args.in) + head * args.head_stride +
-                      (ragged ? 0 : rows.sequence * args.batch_stride);
+  const uint8_t* in = at.input<uint8_t>(args);
   const int row_bytes = quantize_row_bytes(args.head_dim);
   const int chunks = args.head_dim / 16;
   constexpr int kAhead = 4;  // loads under way
@@ -28,8 +24,8 @@ __global__ void __launch_bounds__(kTransposeThreads)
     uint4 bytes[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int at = from + i * kTransposeThreads;
-      const int row = at / chunks, chunk = at - row * chunks;
+      const int nth = from + i * kTransposeThreads;
+      const int row = nth / chunks, chunk = nth - row * chunks;
       bytes[i] = make_uint4(0, 0, 0, 0);
       if (row < rows.count) {
         bytes[i] =
@@ -38,14 +34,14 @@ __global__ void __launch_bounds__(kTransposeThreads)
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int at = from + i * kTransposeThreads;
-      const int row = at / chunks, chunk = at - row * chunks;
+      const int nth = from + i * kTransposeThreads;
+      const int row = nth / chunks, chunk = nth - row * chunks;
       if (row < ValueLayout::kKeys) {
         *reinterpret_cast<uint4*>(shared + row * row_bytes + chunk * 16) = bytes[i];
       }
     }
   }
-  write_transposed(args, shared, slot, head);
+  write_transposed(args, shared, at);
 }
 
 }  // namespace flash_attn3
