@@ -8,6 +8,7 @@
 // units of the newest block's scale of V. Scales of Q and K go with the scores' scale.
 #pragma once
 
+#include "kernels/fp8/fp8_codes.h"
 #include "kernels/fp8/fp8_params.h"
 #include "kernels/fp8/fp8_traits.h"
 #include "kernels/fp8/row_tops.h"
@@ -296,10 +297,10 @@ struct Fp8Consumer : FwdConsumer<T> {
     return fp8.scale_log2;
   }
 
-  // Whether a row's largest exponent of two is so far from 0 that it is rounded to a multiple of
-  // 1/2: then an exact one minus a rounded one is no exponent that P could have. -inf, of rows that
-  // see no key of the block, is not far.
-  static constexpr float kFarFromZero = 4194304.0f;
+  // Whether a row's largest exponent of two is so far from 0 that a rounded one minus an exact one
+  // may be no exponent that P could have, or that codes of P (PowerCode) lose their last places.
+  // -inf, of rows that see no key of the block, is not far.
+  static constexpr float kFarFromZero = 131072.0f;
   __device__ __forceinline__ static bool far_from_zero(const float (&top)[2], float scale) {
     bool far = false;
 #pragma unroll
@@ -340,20 +341,28 @@ struct Fp8Consumer : FwdConsumer<T> {
   }
 
   // Scores to packed probabilities, and their sums where the tensor unit's do not do.
+  template <bool kPlain>
   __device__ __forceinline__ void finish_scores(Stream& t, float (&s)[kScores], float scale,
                                                 const float (&factor)[2]) {
     if constexpr (T::kLseSums == LseSums::kAsked) {
       if (fp8.exact_lse) {
-        exponentiate<true>(t, s, scale, factor);
+        exponentiate<true, kPlain>(t, s, scale, factor);
       } else {
-        exponentiate<false>(t, s, scale, factor);
+        exponentiate<false, kPlain>(t, s, scale, factor);
       }
     } else {
-      exponentiate<T::kLseSums == LseSums::kExact>(t, s, scale, factor);
+      exponentiate<T::kLseSums == LseSums::kExact, kPlain>(t, s, scale, factor);
     }
   }
 
-  template <bool kSumsUp>
+  // In plain blocks half of P's registers, as many of either row, are made without exponentials. It
+  // takes sums of what P has become: exact ones would not know of its error.
+  template <bool kPlain>
+  static constexpr bool by_code(int r) {
+    return kPlain && T::kTensorSums && r / 2 % 2 == 1;
+  }
+
+  template <bool kSumsUp, bool kPlain>
   __device__ __forceinline__ static void exponentiate(Stream& t, float (&s)[kScores], float scale,
                                                       const float (&factor)[2]) {
     // Two chains a row: an addition waits four cycles for the last.
@@ -362,14 +371,25 @@ struct Fp8Consumer : FwdConsumer<T> {
 #pragma unroll
     for (int r = 0; r < kScores / 4; ++r) {
       const int h = r % 2;
-      float p[4];
+      float x[4], p[4];
 #pragma unroll
       for (int byte = 0; byte < 4; ++byte) {
-        p[byte] =
-            exp2_approx(fmaf(s[ValueLayout::score_of_byte(r, byte)], scale, -t.rows.reference[h]));
+        x[byte] = fmaf(s[ValueLayout::score_of_byte(r, byte)], scale, -t.rows.reference[h]);
+        if (kSumsUp || !by_code<kPlain>(r)) p[byte] = exp2_approx(x[byte]);
         if constexpr (kSumsUp) part[h][byte % 2] += p[byte];
       }
-      t.p[r] = pack_four_e4m3(p[0], p[1], p[2], p[3]);
+      if (!by_code<kPlain>(r)) {
+        t.p[r] = pack_four_e4m3(p[0], p[1], p[2], p[3]);
+      } else if constexpr (T::kInChunks) {
+        t.p[r] = PowerCode::pack(x);
+      } else {
+        const float one = fmaf(-PowerCode::kOctave, t.rows.reference[h], PowerCode::kOne);
+#pragma unroll
+        for (int byte = 0; byte < 4; ++byte) {
+          x[byte] = fmaf(s[ValueLayout::score_of_byte(r, byte)], PowerCode::kOctave * scale, one);
+        }
+        t.p[r] = PowerCode::pack_scaled(x);
+      }
     }
     if constexpr (kSumsUp) {
       float (&sum)[2] = T::kTensorSums ? t.exact : t.rows.sum;
@@ -410,13 +430,24 @@ struct Fp8Consumer : FwdConsumer<T> {
     if (__any_sync(0xffffffffu, rare(top, scale) || weight != 1.0f)) [[unlikely]] {
       tops_of_rows(s, top);
       weigh_partial(t);
-      if (far_from_zero(top, scale)) scale_first(s, top, scale);
+      // Codes lose their last places beside so large a reference.
+      if (__any_sync(0xffffffffu, far_from_zero(top, scale))) {
+        scale_first(s, top, scale);
+        finish_overlapped<false>(t, s, top, scale);
+        return;
+      }
     }
+    finish_overlapped<true>(t, s, top, scale);
+  }
+
+  template <bool kPlain>
+  __device__ __forceinline__ void finish_overlapped(Stream& t, float (&s)[kScores],
+                                                    const float (&top)[2], float scale) {
     float factor[2];
     move_references(t.rows, top, scale, factor);
     settle_whole(t);
     release_v();
-    finish_scores(t, s, scale, factor);
+    finish_scores<kPlain>(t, s, scale, factor);
     t.factor[0] = factor[0];
     t.factor[1] = factor[1];
     aim(t);
@@ -468,7 +499,7 @@ struct Fp8Consumer : FwdConsumer<T> {
         scale_first(s, top, scale);
     }
     move_references(t.rows, top, scale, t.factor);
-    finish_scores(t, s, scale, t.factor);
+    finish_scores<kPlain>(t, s, scale, t.factor);
     aim(t);
     t.current = newest;
   }
@@ -513,7 +544,7 @@ struct Fp8Consumer : FwdConsumer<T> {
     tops_of_rows(s, top);
     if (far_from_zero(top, scale)) scale_first(s, top, scale);
     move_references(t.rows, top, scale, t.factor);
-    finish_scores(t, s, scale, t.factor);
+    finish_scores<false>(t, s, scale, t.factor);
     aim(t);
     t.current = newest;
   }
