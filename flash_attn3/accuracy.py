@@ -28,6 +28,7 @@ from .quantized import Quantized, QuantizedQKV
 ROWS = 1024  # queries of a head that are compared at a time
 P_TOP = 2.0**8  # what the kernel's largest probability of a row becomes in e4m3
 KEYS = e4m3.VALUE_BLOCK
+CODED_DIM = 128  # V has no more columns where the kernels make half of P by its code (fp8_codes.h)
 
 Scheme = Callable[[Tensor, Tensor, Tensor], QuantizedQKV]
 
@@ -52,9 +53,16 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 
+def by_code(exponents: Tensor) -> Tensor:
+    """2^x in e4m3 by its code, which is nearly linear in x: as fp8_codes.h has it. float32."""
+    codes = (8 * exponents.float() + 55.548).clamp(min=0).half() + 1024
+    return (codes - 1024).to(torch.uint8).view(e4m3.E4M3).float()
+
+
 def emulated(parts: QuantizedQKV, scale: Optional[float] = None) -> Tensor:
     """The kernel's arithmetic on the scores of quantised q, k, v, dense and without a mask: blocks
-    of 128 keys from the last on, P rounded to e4m3 relative to its row's maximum so far. bfloat16.
+    of 128 keys from the last on, P rounded to e4m3 relative to its row's maximum so far, half of
+    it by its code in all blocks but the first. bfloat16.
     """
     q, k, v = parts
     lead_q, lead_k = q.data.shape[:2], k.data.shape[:2]
@@ -73,8 +81,14 @@ def emulated(parts: QuantizedQKV, scale: Optional[float] = None) -> Tensor:
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         decay = torch.exp(top - new_top)
         p = torch.exp(scores - new_top) * P_TOP
+        rounded = p.to(e4m3.E4M3).float()
+        if vf.shape[-1] <= CODED_DIM:
+            if not top.isneginf().all():
+                coded = torch.arange(p.shape[-1], device=p.device) % 32 >= 16
+                rounded = torch.where(coded, by_code(p.log2()), rounded)
+            p = rounded  # the tensor unit's sums
         total = total * decay + p.sum(-1, keepdim=True)
-        out = out * decay + p.to(e4m3.E4M3).float() @ vf[:, :, keys]
+        out = out * decay + rounded @ vf[:, :, keys]
         top = new_top
     return (out / total).transpose(1, 2).bfloat16()
 

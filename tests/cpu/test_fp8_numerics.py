@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flash_attn3 import accuracy
 from support import fp8_model
 from support.fp8_model import attention_exact, attention_model, hadamard, quantize_blocks, to_e4m3
 
@@ -125,3 +126,44 @@ def test_the_largest_integer_is_the_largest_float_unless_all_are_negative():
     right = top == scores.amax(1)
     assert bool((right | (top.view(torch.int32) < 0)).all())
     assert bool(right[(scores > 0).any(1)].all())
+
+
+# ---- P by its code (fp8_codes.h) -----------------------------------------------------------------
+
+CODES = HEADER.with_name("fp8_codes.h")
+
+
+def test_the_emulated_codes_have_the_kernels_constants():
+    text = CODES.read_text()
+    octave, one = (float(re.search(rf"{name} = ([\d.]+)f;", text)[1])
+                   for name in ("kOctave", "kOne"))
+    scaled = torch.tensor([octave, one]).half().view(torch.int16).tolist()
+    packed = [int(word, 16) for word in re.findall(r'"r"\((0x[0-9a-f]{8})\)', text)[:2]]
+    assert packed == [half << 16 | half for half in scaled]
+    x = torch.arange(-20, 8.01, 1 / 64)
+    codes = torch.round((octave * x + one).clamp(min=0)).to(torch.uint8)
+    assert (accuracy.by_code(x).to(torch.float8_e4m3fn).view(torch.uint8) - codes).abs().max() <= 1
+    assert (accuracy.by_code(x) == codes.view(torch.float8_e4m3fn).float()).float().mean() > 0.99
+
+
+def test_codes_are_powers_of_two_but_for_less_than_a_last_place():
+    x = torch.arange(-6, 8, 1 / 512)
+    got, want = accuracy.by_code(x).double(), torch.exp2(x.double())
+    last_place = torch.exp2(torch.floor(x.double()) - 3)
+    off = (got - want) / last_place
+    assert float(off.abs().max()) < 1.0
+    assert 0.3 < float(off.square().mean().sqrt()) < 0.4  # rounding alone: 0.29
+    assert abs(float(((got - want) / want).mean())) < 2e-3  # no bias
+    tops = torch.arange(-6.0, 9.0)
+    assert torch.equal(accuracy.by_code(tops), torch.exp2(tops))  # a row's largest has no error
+    assert torch.equal(accuracy.by_code(torch.tensor([-7.1, -1e4, -math.inf])), torch.zeros(3))
+
+
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_half_of_p_by_code_costs_a_tenth_of_the_error_of_p(spread):
+    q, k, v = e4m3_inputs(4, 4096, spread)
+    reference, _ = attention_exact(q, k, v)
+    rounded, _ = attention_model(q, k, v, rounded_sums=True)
+    coded, _ = attention_model(q, k, v, rounded_sums=True, coded=accuracy.by_code)
+    assert relative(rounded, reference) < relative(coded, reference) or spread > 1
+    assert relative(coded, reference) < 1.15 * relative(rounded, reference)

@@ -37,11 +37,12 @@ def tensor_unit_sum(p, v, start):
 
 def attention_model(q, k, v, score_scale=None, q_scale=1.0, k_scale=None, v_scale=None,
                     promote_every=1, rounded_sums=False, top_exponent=TOP_EXPONENT,
-                    cut_sums=True):
+                    cut_sums=True, coded=None):
     """One head: e4m3 values q (sq, D), k, v (sk, D); scales of blocks of 128 keys (blocks,).
 
     q_scale is a number or (sq, 1). rounded_sums: the sums of a row, for out and LSE alike, are
-    those of P after rounding. Returns out (sq, D) and lse (sq,).
+    those of P after rounding. coded: what makes half of P from its exponents, in all blocks but the
+    first. Returns out (sq, D) and lse (sq,).
     """
     sq, sk = q.shape[0], k.shape[0]
     blocks = -(-sk // KEYS)
@@ -62,6 +63,9 @@ def attention_model(q, k, v, score_scale=None, q_scale=1.0, k_scale=None, v_scal
         out, partial, total = out * factor, partial * factor, total * factor
         p = torch.exp2(x - reference)
         rounded, values = to_e4m3(p), v[keys].double()
+        if coded is not None and n < blocks - 1:
+            by_code = torch.arange(p.shape[1]) % 32 >= 16
+            rounded = torch.where(by_code, coded(x - reference).double(), rounded)
         total = total + (rounded if rounded_sums else p).sum(1, keepdim=True)
         partial = tensor_unit_sum(rounded, values, partial) if cut_sums else partial + (
             rounded @ values)

@@ -3,8 +3,8 @@
 // An e4m3 number is nearly the logarithm of its value: the code of 2^x, -6 <= x <= 8, is
 // 8 (x + 7) + 8 (2^f - 1 - f) before it is rounded, f being the fraction of x. The last term lies
 // between -0.69 and 0. Here its mean, weighted by the value, takes its place: an error of 0.21 of a
-// last place (RMS) beside the rounding's 0.29. The largest P of a row has none, its f being 0. Below
-// 2^-6 a value falls off faster than it should, to 0 at 2^-7.
+// last place (RMS) beside the rounding's 0.29. The largest P of a row has none, its f being 0.
+// Below 2^-6 a value falls off faster than it should, to 0 at 2^-7.
 //
 // An exponential takes eight cycles of a warp, in which the softmax has little else to do; this is
 // ordinary arithmetic, as much as packs exponentials.
