@@ -5,7 +5,7 @@
 
 Every case is announced before it runs, so that a hang shows where. The reference is float64 on the
 dequantised inputs; a result may have 1.1 times the error of the same formula with P rounded to
-e4m3, its worst element twice. Poisoned outputs; the table of times comes last.
+e4m3, its worst element 2.5 times. Poisoned outputs; the table of times comes last.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def compare(case: Fp8Case, made, factors, inputs, out, lse) -> tuple[bool, str]:
     # The tensor unit's 13 bits show in the scores, and so in the LSE: by 0.04 at D 256 and an LSE
     # of 46, as in cuBLAS's sums.
     passed = (relative <= 1.1 * native_relative + 1e-5
-              and largest <= 2.0 * native_largest + 1e-5
+              and largest <= 2.5 * native_largest + 1e-5
               and worst_lse <= 1e-3 + 1e-3 * largest_lse)
     return passed, (f"rel {relative:.2e} ({ratio:.2f} of plain)  max {largest:.2e} "
                     f"({largest / max(native_largest, 1e-9):.2f})  lse {worst_lse:.1e}")

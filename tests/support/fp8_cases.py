@@ -141,7 +141,7 @@ def check_fp8(case, device="cpu", poison=False, e4m3_p=True):
     assert error <= factor * allowed + 1e-4, f"relative error {error:.3e}, plain {allowed:.3e}"
     largest, limit = (float((t.double() - want).abs().amax()) if want.numel() else 0.0
                       for t in (out, plain))
-    assert largest <= 1.5 * limit + 1e-4, f"largest error {largest:.3e}, plain {limit:.3e}"
+    assert largest <= 2.5 * limit + 1e-4, f"largest error {largest:.3e}, plain {limit:.3e}"
     if isinstance(given[0], Quantized) and given[0].shift is not None:
         scale = case.scale or case.d**-0.5
         want_lse = want_lse + scale * given[0].shift.double()
