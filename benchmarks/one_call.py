@@ -1,6 +1,6 @@
 """One call of a kernel library, for ncu and compute-sanitizer.
 
-    python3 benchmarks/one_call.py LIB.so D S [causal | window] [backward | deterministic | e4m3 WAY]
+    python3 benchmarks/one_call.py LIB.so D S [causal | window] [backward | deterministic | WAY]
 
 16,384 tokens in all (or as many as TOKENS=n in the environment says), hidden 2048, bf16;
 `window` is (1023, 0), `deterministic` a deterministic backward. Ways of e4m3: `rows` (V transposed
