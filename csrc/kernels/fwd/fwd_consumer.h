@@ -238,15 +238,19 @@ struct FwdConsumer {
     q_ring.advance();
   }
 
+  static __device__ __forceinline__ uint32_t uniform(uint32_t x) {
+    return T::kUniform ? warp_uniform(x) : x;
+  }
+
   __device__ __forceinline__ void issue_qk(uint32_t (&q)[kQueryRegisters], float (&s)[kScores]) {
-    const uint32_t k = shared_address(shared.k[k_ring.slot()]);
+    const uint32_t k = uniform(shared_address(shared.k[k_ring.slot()]));
     pin_registers(s);
     wgmma_fence();
     if constexpr (T::kQueryInRegisters) {
       issue_qk_register<Element, T::kBlockN, T::kHeadDim>(q, k, s);
     } else {
       issue_qk_shared<Element, T::kBlockN, T::kHeadDim>(
-          shared_address(shared.q[q_ring.slot()][warpgroup]), T::kRowsPerConsumer, k, s);
+          uniform(shared_address(shared.q[q_ring.slot()][warpgroup])), T::kRowsPerConsumer, k, s);
     }
     wgmma_commit();
   }
@@ -255,8 +259,8 @@ struct FwdConsumer {
                                                  bool accumulate) {
     pin_registers(o);
     wgmma_fence();
-    issue_pv<Element, T::kHeadDimV, T::kBlockN>(p, shared_address(shared.v[v_ring.slot()]), o,
-                                                accumulate);
+    issue_pv<Element, T::kHeadDimV, T::kBlockN>(
+        p, uniform(shared_address(shared.v[v_ring.slot()])), o, accumulate);
     wgmma_commit();
   }
 
