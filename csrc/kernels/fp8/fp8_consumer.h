@@ -405,8 +405,9 @@ struct Fp8Consumer : FwdConsumer<T> {
 
   // --- steps ------------------------------------------------------------------------------------
 
-  template <bool kPlain>
+  template <StepKind kKind>
   __device__ __forceinline__ void step(Stream& t) {
+    constexpr bool kPlain = kKind == StepKind::kPlain;
     if constexpr (T::kInChunks || !kPlain) {
       step_in_turn<kPlain>(t);
     } else {
