@@ -215,6 +215,13 @@ __device__ __forceinline__ uint32_t multiply_two_bf16(uint32_t a, uint32_t b) {
   return product;
 }
 
+// What all lanes of a warp have, as a number that the assembler knows to be the same in all of
+// them: addresses and descriptors made from it are kept and added to in uniform registers, where
+// the copy engine and the matrix unit want them, instead of moved there one by one.
+__device__ __forceinline__ uint32_t warp_uniform(uint32_t x) {
+  return __reduce_or_sync(0xffffffffu, x);
+}
+
 // Four floats rounded to nearest even into e4m3, the first in the lowest byte. Too large ones
 // become 448, NaN stays NaN.
 __device__ __forceinline__ uint32_t pack_four_e4m3(float a, float b, float c, float d) {

@@ -34,6 +34,7 @@ struct Fp8Consumer : FwdConsumer<T> {
   using Base::release_v;
   using Base::shared;
   using Base::take_turn;
+  using Base::uniform;
   using Base::v_ring;
   using Base::warpgroup;
   using typename Base::Element;
@@ -131,12 +132,16 @@ struct Fp8Consumer : FwdConsumer<T> {
   __device__ __forceinline__ static float (&scores_of(float (&scratch)[kScratch]))
       [kScores] { return reinterpret_cast<float (&)[kScores]>(scratch); }
 
-  __device__ __forceinline__ void issue_whole(Stream& t) {
+  // The low word, of V of `current`.
+  __device__ __forceinline__ uint32_t value_descriptor() {
+    return uniform(k_major_low(shared_address(shared.v[v_ring.slot()])));
+  }
+
+  __device__ __forceinline__ void issue_whole(Stream& t, uint32_t v) {
     mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
     pin_registers(t.partial);
     wgmma_fence();
-    issue_pv_transposed<T::kHeadDimV + 2 * kSums, T::kBlockN>(
-        t.p, shared_address(shared.v[v_ring.slot()]), t.partial, false);
+    issue_pv_transposed_at<T::kHeadDimV + 2 * kSums, T::kBlockN>(t.p, v, t.partial, false);
     wgmma_commit();
   }
 
@@ -230,7 +235,7 @@ struct Fp8Consumer : FwdConsumer<T> {
       pin_registers(t.p);
       if constexpr (kTurn && kPassesEarly) pass_turn();
     } else {
-      issue_whole(t);
+      issue_whole(t, value_descriptor());
       weigh_partial(t);
       settle_whole(t);
     }
@@ -246,7 +251,7 @@ struct Fp8Consumer : FwdConsumer<T> {
 
   __device__ __forceinline__ void add_in_pieces(Stream& t) {
     mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
-    const uint32_t v = k_major_low(shared_address(shared.v[v_ring.slot()]));
+    const uint32_t v = value_descriptor();
     const float weight = value_weight();
     take_carry(t);
     take_turn();
@@ -400,8 +405,9 @@ struct Fp8Consumer : FwdConsumer<T> {
 
   // --- steps ------------------------------------------------------------------------------------
 
-  template <bool kPlain>
+  template <StepKind kKind>
   __device__ __forceinline__ void step(Stream& t) {
+    constexpr bool kPlain = kKind == StepKind::kPlain;
     if constexpr (T::kInChunks || !kPlain) {
       step_in_turn<kPlain>(t);
     } else {
@@ -415,9 +421,12 @@ struct Fp8Consumer : FwdConsumer<T> {
   __device__ __forceinline__ void step_overlapped(Stream& t) {
     float s[kScores];
     float scale = take_block<true>(t);
+    const uint32_t v = value_descriptor();
+    t.aim.k = uniform(t.aim.k);
+    t.aim.q = uniform(t.aim.q);
     take_turn();
     issue_aimed(t, s);
-    issue_whole(t);
+    issue_whole(t, v);
     pass_turn();
     const float weight = value_weight();
     wgmma_wait<1>();
