@@ -14,12 +14,14 @@ from torch import Tensor
 
 from . import checks, dispatch, env, ops, quantized
 from .backends import e4m3, kvcache
-from .backends.call import make_call
+from .backends.call import make_call, unpacked
 from .quantized import Quantized
 
 _compiled = getattr(ops, "_C", None)
 _dense_fast = getattr(_compiled, "fwd_dense_fast", None)
 _varlen_fast = getattr(_compiled, "fwd_varlen_fast", None)
+_qkvpacked_fast = getattr(_compiled, "fwd_qkvpacked_fast", None)
+_LENGTHS = 6  # of the operators' options: those that a call of whole tensors does not need
 
 
 def _vector(t: Optional[Tensor]) -> Optional[Tensor]:
@@ -91,8 +93,11 @@ def _scaled(t: Tensor, descale: Optional[Tensor], cu_seqlens: Optional[Tensor]) 
 
 
 def _run(q, k, v, qv, q_descale, k_descale, v_descale, options,
-         with_lse: bool = True) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a checked call, by the backend that dispatch selects."""
+         with_lse: bool = True, qkv: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a checked call, by the backend that dispatch selects.
+
+    qkv: the tensor that q, k, v of a dense call are packed in, if so.
+    """
     descales = q_descale, k_descale, v_descale
     if quantized.is_e4m3_call(q, k, v):
         return quantized.attend(q, k, v, qv, descales, options, with_lse)
@@ -100,6 +105,8 @@ def _run(q, k, v, qv, q_descale, k_descale, v_descale, options,
     call, why = dispatch.described(
         make_call(q, k, v, *options[:-1]), k.dtype, qv is not None, has_descales)
     if dispatch.uses_kernels(call, why):
+        if qkv is not None:
+            return torch.ops.flash_attn3.fwd_qkvpacked(qkv, q.shape[2], *options[_LENGTHS:])
         return torch.ops.flash_attn3.fwd(q, k, v, *options)
     dtype = q.dtype
     if has_descales:
@@ -241,12 +248,23 @@ def flash_attn_qkvpacked_func(
 ) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """`flash_attn_func` of q, k, v packed in one tensor; they are read where they lie.
 
+    The kernels write the gradients of q, k, v where they lie in one gradient of qkv. So the way
+    from a projection to qkv is to be one of views: a call of `flash_attn_func` with
+    `qkv.unbind(2)` gives the same values, but its backward copies all gradients together.
+
     Args:
         qkv: (B, S, 3, H, D), or (B, S, H + 2 Hk, D) with the heads of q, k, v in this order.
         num_heads_q: H, required for a 4-dimensional qkv, and otherwise None or qkv's H.
 
     Other arguments, results and errors: see `flash_attn_func`.
     """
+    if not torch.compiler.is_compiling() and _qkvpacked_fast is not None and (
+            q_descale is None and k_descale is None and v_descale is None
+            and type(window_size) is tuple and len(window_size) == 2):
+        result = _qkvpacked_fast(qkv, num_heads_q, softmax_scale, causal, *window_size,
+                                 attention_chunk, softcap, deterministic, sm_margin)
+        if result is not None:
+            return result if return_attn_probs else result[0]
     checks.tensor("qkv", qkv, (4, 5))
     if num_heads_q is not None:
         checks.integer("num_heads_q", num_heads_q, 1)
@@ -257,7 +275,6 @@ def flash_attn_qkvpacked_func(
         if num_heads_q is not None and num_heads_q != qkv.shape[3]:
             raise ValueError(
                 f"num_heads_q is {num_heads_q}; expected None or {qkv.shape[3]}, the heads of qkv")
-        q, k, v = qkv.unbind(2)
     else:
         if num_heads_q is None:
             raise ValueError(
@@ -268,10 +285,15 @@ def flash_attn_qkvpacked_func(
             raise ValueError(
                 f"num_heads_q is {num_heads_q}; expected qkv's {qkv.shape[2]} heads less an even "
                 "number of KV heads")
-        q, k, v = qkv.split([num_heads_q, rest // 2, rest // 2], dim=2)
-    return flash_attn_func(
-        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
-        attention_chunk, softcap, 1, None, deterministic, sm_margin, return_attn_probs)
+    q, k, v = unpacked(qkv, num_heads_q)
+    options = _prepare(
+        q, k, v, None, None, None, None, None, None, softmax_scale, causal, None, q_descale,
+        k_descale, v_descale, window_size, attention_chunk, softcap, 1, None, deterministic,
+        sm_margin)
+    out, lse = _run(
+        q, k, v, None, q_descale, k_descale, v_descale, options, with_lse=return_attn_probs,
+        qkv=qkv)
+    return (out, lse) if return_attn_probs else out
 
 
 def flash_attn_varlen_func(

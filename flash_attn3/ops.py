@@ -1,5 +1,5 @@
-"""The operators flash_attn3::fwd, fwd_out, bwd, bwd_torch, fwd_e4m3, quantize and row_mean: what
-C++ does not register of them.
+"""The operators flash_attn3::fwd, fwd_out, bwd, bwd_torch, fwd_qkvpacked, bwd_qkvpacked, fwd_e4m3,
+quantize and row_mean: what C++ does not register of them.
 
 - `_C` is the compiled module, or None; `load_error` then says why in one sentence, and the
   schemas are defined here instead, so that fake tensors and export work without it.
@@ -23,13 +23,15 @@ from torch import Tensor
 
 from . import env
 from .backends import blockwise_backward, e4m3, torch_attn
-from .backends.call import lse_shape, make_call
+from .backends.call import lse_shape, make_call, unpacked
 
+DENSE_SCHEMA = (
+    "float softmax_scale, bool causal, SymInt window_left, SymInt window_right, "
+    "SymInt attention_chunk, float softcap, bool deterministic, SymInt sm_margin"
+)
 OPTIONS_SCHEMA = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, "
-    "SymInt window_left, SymInt window_right, SymInt attention_chunk, float softcap, "
-    "bool deterministic, SymInt sm_margin"
+    f"SymInt max_seqlen_q, SymInt max_seqlen_k, {DENSE_SCHEMA}"
 )
 _BACKWARD_SCHEMA = (
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -42,6 +44,10 @@ SCHEMAS = {
                "Tensor(a!) out, Tensor(b!) lse) -> ()",
     "bwd": f"bwd{_BACKWARD_SCHEMA}",
     "bwd_torch": f"bwd_torch{_BACKWARD_SCHEMA}",
+    "fwd_qkvpacked": f"fwd_qkvpacked(Tensor qkv, SymInt num_heads_q, {DENSE_SCHEMA}) "
+                     "-> (Tensor out, Tensor lse)",
+    "bwd_qkvpacked": "bwd_qkvpacked(Tensor dout, Tensor? dlse, Tensor qkv, Tensor out, Tensor lse, "
+                     f"SymInt num_heads_q, {DENSE_SCHEMA}) -> Tensor",
     "fwd_e4m3": "fwd_e4m3(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, "
                 "Tensor? v_scale, SymInt q_block, SymInt k_block, SymInt v_block, "
                 f"bool v_transposed, bool exact_lse, {OPTIONS_SCHEMA}) "
@@ -185,6 +191,14 @@ def _fake_bwd(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tensor, 
     return _gradient_like(q), _gradient_like(k), _gradient_like(v)
 
 
+def _fake_fwd_qkvpacked(qkv, num_heads_q, *options) -> tuple[Tensor, Tensor]:
+    return _fake_fwd(*unpacked(qkv, num_heads_q), None)
+
+
+def _fake_bwd_qkvpacked(dout, dlse, qkv, out, lse, num_heads_q, *options) -> Tensor:
+    return _gradient_like(qkv)
+
+
 # ---- backward on CUDA, by PyTorch's kernels ------------------------------------------------------
 
 
@@ -256,6 +270,24 @@ def _backward(ctx, dout, dlse):
     return (*grads, *nothing)
 
 
+def _setup_context_qkvpacked(ctx, inputs, output) -> None:
+    qkv, *ctx.options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(qkv, *output)
+
+
+def _backward_qkvpacked(ctx, dout, dlse):
+    qkv, out, lse = ctx.saved_tensors
+    nothing = (None,) * len(ctx.options)
+    if dout is None and dlse is None:
+        return (None, *nothing)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    options = list(ctx.options)
+    options[-2] = options[-2] or torch.are_deterministic_algorithms_enabled()
+    return torch.ops.flash_attn3.bwd_qkvpacked(dout, dlse, qkv, out, lse, *options), *nothing
+
+
 def _no_second_derivative(ctx, *grads):
     raise RuntimeError(
         "flash_attn3 has no second derivative of attention: differentiate its gradients with "
@@ -271,6 +303,10 @@ def _register() -> None:
     torch.library.register_fake("flash_attn3::fwd_out", _fake_fwd_out, lib=_library)
     torch.library.register_fake("flash_attn3::bwd", _fake_bwd, lib=_library)
     torch.library.register_fake("flash_attn3::bwd_torch", _fake_bwd, lib=_library)
+    torch.library.register_fake(
+        "flash_attn3::fwd_qkvpacked", _fake_fwd_qkvpacked, lib=_library)
+    torch.library.register_fake(
+        "flash_attn3::bwd_qkvpacked", _fake_bwd_qkvpacked, lib=_library)
     torch.library.register_fake("flash_attn3::fwd_e4m3", _fake_fwd_e4m3, lib=_library)
     torch.library.register_fake("flash_attn3::quantize", _fake_quantize, lib=_library)
     torch.library.register_fake("flash_attn3::row_mean", _fake_row_mean, lib=_library)
@@ -278,7 +314,11 @@ def _register() -> None:
         torch.library.register_autograd(
             "flash_attn3::fwd", _backward, setup_context=_setup_context, lib=_library)
         torch.library.register_autograd(
-            "flash_attn3::bwd", _no_second_derivative, lib=_library)
+            "flash_attn3::fwd_qkvpacked", _backward_qkvpacked,
+            setup_context=_setup_context_qkvpacked, lib=_library)
+        for name in ("bwd", "bwd_qkvpacked"):
+            torch.library.register_autograd(
+                f"flash_attn3::{name}", _no_second_derivative, lib=_library)
     else:
         _library.impl("bwd_torch", _bwd_torch, "CUDA")
 

@@ -1,10 +1,11 @@
-// flash_attn3::bwd on CUDA: tensors -> BwdParams -> flash_attn3_bwd, or flash_attn3::bwd_torch
-// where the kernels do not cover the call.
+// flash_attn3::bwd and bwd_qkvpacked on CUDA: tensors -> BwdParams -> flash_attn3_bwd, or
+// flash_attn3::bwd_torch where the kernels do not cover the call.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 
 #include <ATen/Context.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -16,8 +17,6 @@ namespace flash_attn3::api {
 namespace {
 
 std::atomic<bool> backward_kernels_on{false};
-
-bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
 // Needs no device: only the compiled list decides. The call is one that no size check refuses.
 bool bwd_compiled_for(at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v) {
@@ -37,11 +36,14 @@ bool bwd_compiled_for(at::ScalarType dtype, int64_t head_dim, int64_t head_dim_v
 }
 
 // The rule of ops.py's fake too: gradients lie as their inputs do where the kernel can write so. A
-// tensor without holes and with a unit last stride has rows that are multiples of 16 bytes apart.
+// tensor without holes and with a unit last stride has rows that are multiples of 16 bytes apart,
+// and so have the parts of a packed one.
+bool keeps_layout(const Tensor& t) {
+  return !t.is_contiguous() && t.stride(-1) == 1 && t.is_non_overlapping_and_dense();
+}
+
 Tensor gradient_like(const Tensor& t) {
-  if (!t.is_contiguous() && t.stride(-1) == 1 && t.is_non_overlapping_and_dense()) {
-    return at::empty_strided(t.sizes(), t.strides(), t.options());
-  }
+  if (keeps_layout(t)) return at::empty_strided(t.sizes(), t.strides(), t.options());
   return empty_on(t.device(), t.sizes(), t.scalar_type());
 }
 
@@ -71,10 +73,11 @@ Tensor output_rows(const Tensor& t, const char* name, const Shape& s, const Tens
   return readable_by_tma(t.to(q.scalar_type()));
 }
 
-BwdResult run(const Tensor& dout_in, const OptionalTensor& dlse_in, const Tensor& q_in,
-              const Tensor& k_in, const Tensor& v_in, const Tensor& out_in, const Tensor& lse_in,
-              FLASH_ATTN3_OPTION_PARAMETERS(int64_t)) {
-  const Shape s = check_inputs(q_in, k_in, v_in, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
+// Into dq, dk, dv of the shapes of q, k, v, with strides that TMA could read.
+void run(const Shape& s, const Tensor& dout_in, const OptionalTensor& dlse_in, const Tensor& q_in,
+         const Tensor& k_in, const Tensor& v_in, const Tensor& out_in, const Tensor& lse_in,
+         FLASH_ATTN3_OPTION_PARAMETERS(int64_t), const Tensor& dq, const Tensor& dk,
+         const Tensor& dv) {
   const auto device = q_in.device();
   BwdParams p{};
   fill_options(s, device.index(), max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_left,
@@ -89,13 +92,10 @@ BwdResult run(const Tensor& dout_in, const OptionalTensor& dlse_in, const Tensor
   Tensor dlse;
   if (dlse_in.has_value() && dlse_in->defined()) dlse = row_values(*dlse_in, "dlse", s, device);
 
-  Tensor dq = gradient_like(q_in);
-  Tensor dk = gradient_like(k_in);
-  Tensor dv = gradient_like(v_in);
   if (s.batch == 0 || s.rows_q == 0 || s.rows_k == 0 || p.max_seqlen_q == 0 ||
       p.max_seqlen_k == 0) {
     for (const Tensor* gradient : {&dq, &dk, &dv}) gradient->zero_();
-    return {std::move(dq), std::move(dk), std::move(dv)};
+    return;
   }
   const Tensor q = readable_by_tma(q_in);
   const Tensor k = readable_by_tma(k_in);
@@ -125,7 +125,11 @@ BwdResult run(const Tensor& dout_in, const OptionalTensor& dlse_in, const Tensor
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
   char message[kMessageSize] = "";
   throw_status(flash_attn3_bwd(&p, stream, message, sizeof(message)), message);
-  return {std::move(dq), std::move(dk), std::move(dv)};
+}
+
+bool takes_kernels(const Tensor& q, const Tensor& v) {
+  return q.is_cuda() && q.dim() >= 1 && v.dim() >= 1 &&
+         backward_refusal(q.scalar_type(), q.size(-1), v.size(-1), q.device().index()).empty();
 }
 
 }  // namespace
@@ -151,11 +155,39 @@ std::string backward_refusal(at::ScalarType dtype, int64_t head_dim, int64_t hea
 BwdResult bwd_cuda(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q, const Tensor& k,
                    const Tensor& v, const Tensor& out, const Tensor& lse,
                    FLASH_ATTN3_OPTION_PARAMETERS(int64_t)) {
-  const bool takes_kernels =
-      q.is_cuda() && q.dim() >= 1 && v.dim() >= 1 &&
-      backward_refusal(q.scalar_type(), q.size(-1), v.size(-1), q.device().index()).empty();
-  if (takes_kernels) return run(dout, dlse, q, k, v, out, lse, FLASH_ATTN3_OPTION_ARGUMENTS);
-  return bwd_torch_op().call(dout, dlse, q, k, v, out, lse, FLASH_ATTN3_OPTION_ARGUMENTS);
+  if (!takes_kernels(q, v)) {
+    return bwd_torch_op().call(dout, dlse, q, k, v, out, lse, FLASH_ATTN3_OPTION_ARGUMENTS);
+  }
+  const Shape s = check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
+  BwdResult gradients{gradient_like(q), gradient_like(k), gradient_like(v)};
+  const auto& [dq, dk, dv] = gradients;
+  run(s, dout, dlse, q, k, v, out, lse, FLASH_ATTN3_OPTION_ARGUMENTS, dq, dk, dv);
+  return gradients;
+}
+
+Tensor bwd_qkvpacked_cuda(const Tensor& dout, const OptionalTensor& dlse, const Tensor& qkv,
+                          const Tensor& out, const Tensor& lse, int64_t num_heads_q,
+                          FLASH_ATTN3_DENSE_PARAMETERS(int64_t)) {
+  const auto [q, k, v] = unpacked(qkv, num_heads_q);
+  const OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
+  const int64_t max_seqlen_q = q.size(1);
+  const int64_t max_seqlen_k = k.size(1);
+  if (takes_kernels(q, v)) {
+    const Shape s = check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
+    Tensor dqkv = gradient_like(qkv);
+    const auto [dq, dk, dv] = unpacked(dqkv, num_heads_q);
+    run(s, dout, dlse, q, k, v, out, lse, FLASH_ATTN3_OPTION_ARGUMENTS, dq, dk, dv);
+    return dqkv;
+  }
+  const auto [dq, dk, dv] =
+      bwd_torch_op().call(dout, dlse, q, k, v, out, lse, FLASH_ATTN3_OPTION_ARGUMENTS);
+  Tensor dqkv = keeps_layout(qkv) ? at::empty_strided(qkv.sizes(), qkv.strides(), qkv.options())
+                                  : at::empty(qkv.sizes(), qkv.options());
+  const auto parts = unpacked(dqkv, num_heads_q);
+  parts[0].copy_(dq);
+  parts[1].copy_(dk);
+  parts[2].copy_(dv);
+  return dqkv;
 }
 
 }  // namespace flash_attn3::api

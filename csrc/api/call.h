@@ -36,6 +36,25 @@ struct Shape {
   int64_t head_dim_v = 0;
 };
 
+// q, k, v where they lie in one tensor: (batch, rows, 3, heads, head dim), or the heads of q, of k
+// and of v one behind another, (batch, rows, heads, head dim).
+inline std::array<Tensor, 3> unpacked(const Tensor& qkv, int64_t num_heads_q) {
+  TORCH_CHECK_VALUE(qkv.defined() && (qkv.dim() == 4 || qkv.dim() == 5), "qkv has ",
+                    qkv.defined() ? qkv.dim() : 0, " dimensions; expected 4 or 5");
+  if (qkv.dim() == 5) {
+    TORCH_CHECK_VALUE(qkv.size(2) == 3, "qkv has shape ", qkv.sizes(),
+                      "; expected (batch, rows, 3, heads, head dim)");
+    TORCH_CHECK_VALUE(num_heads_q == qkv.size(3), "num_heads_q is ", num_heads_q, "; expected ",
+                      qkv.size(3), ", the heads of qkv");
+    return {qkv.select(2, 0), qkv.select(2, 1), qkv.select(2, 2)};
+  }
+  const int64_t rest = qkv.size(2) - num_heads_q;
+  TORCH_CHECK_VALUE(num_heads_q >= 1 && rest >= 2 && rest % 2 == 0, "num_heads_q is ", num_heads_q,
+                    "; expected qkv's ", qkv.size(2), " heads less an even number of KV heads");
+  return {qkv.narrow(2, 0, num_heads_q), qkv.narrow(2, num_heads_q, rest / 2),
+          qkv.narrow(2, num_heads_q + rest / 2, rest / 2)};
+}
+
 // Of the three that have kernels.
 inline DType dtype_of(at::ScalarType dtype) {
   return dtype == at::kHalf       ? DType::kFloat16
@@ -158,7 +177,7 @@ inline Shape check_inputs(const Tensor& q, const Tensor& k, const Tensor& v,
                           const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                           const OptionalTensor& seqused_q, const OptionalTensor& seqused_k) {
   const auto dtype = q.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16, "q has dtype ", dtype,
+  TORCH_CHECK_TYPE(is_half(dtype), "q has dtype ", dtype,
                    "; expected torch.float16 or torch.bfloat16");
   Shape s = check_queries_and_keys(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
   check_value_rows(v, q, &s);

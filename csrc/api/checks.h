@@ -26,6 +26,8 @@ inline void check_same_dtype(const Tensor& t, const char* name, at::ScalarType d
                    dtype, ", the dtype of q");
 }
 
+inline bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
+
 inline void check_shape(const Tensor& t, const char* name, at::IntArrayRef expected) {
   TORCH_CHECK_VALUE(t.sizes() == expected, name, " has shape ", t.sizes(), "; expected ", expected);
 }

@@ -1,4 +1,4 @@
-// flash_attn3::fwd and fwd_out on CUDA: tensors -> FwdParams -> flash_attn3_fwd.
+// flash_attn3::fwd, fwd_out and fwd_qkvpacked on CUDA: tensors -> FwdParams -> flash_attn3_fwd.
 //
 // Host time counts here: a small call is meant to take under 15 us in all. So nothing on the usual
 // path goes through the dispatcher, outputs come straight from the caching allocator, and device
@@ -47,6 +47,13 @@ FwdResult fwd_cuda(const Tensor& q, const Tensor& k, const Tensor& v,
   auto [out, lse] = empty_results(s, q.device(), q.scalar_type());
   run(s, q, k, v, FLASH_ATTN3_OPTION_ARGUMENTS, out, lse);
   return {std::move(out), std::move(lse)};
+}
+
+FwdResult fwd_qkvpacked_cuda(const Tensor& qkv, int64_t num_heads_q,
+                             FLASH_ATTN3_DENSE_PARAMETERS(int64_t)) {
+  const auto [q, k, v] = unpacked(qkv, num_heads_q);
+  return fwd_cuda(q, k, v, std::nullopt, std::nullopt, std::nullopt, std::nullopt, q.size(1),
+                  k.size(1), FLASH_ATTN3_DENSE_ARGUMENTS);
 }
 
 void fwd_out_cuda(const Tensor& q, const Tensor& k, const Tensor& v,

@@ -9,11 +9,13 @@
 
 #include "ops.h"
 
+#define FLASH_ATTN3_DENSE_SCHEMA                                                \
+  "float softmax_scale, bool causal, SymInt window_left, SymInt window_right, " \
+  "SymInt attention_chunk, float softcap, bool deterministic, SymInt sm_margin"
+
 #define FLASH_ATTN3_OPTION_SCHEMA                                                      \
   "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, " \
-  "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, "       \
-  "SymInt window_left, SymInt window_right, SymInt attention_chunk, float softcap, "   \
-  "bool deterministic, SymInt sm_margin"
+  "SymInt max_seqlen_q, SymInt max_seqlen_k, " FLASH_ATTN3_DENSE_SCHEMA
 
 namespace flash_attn3::api {
 namespace {
@@ -32,6 +34,16 @@ const c10::TypedOperatorHandle<FwdSignature>& fwd_op() {
 
 const c10::TypedOperatorHandle<FwdOutSignature>& fwd_out_op() {
   static const auto op = find<FwdOutSignature>("flash_attn3::fwd_out");
+  return op;
+}
+
+const c10::TypedOperatorHandle<FwdQkvpackedSignature>& fwd_qkvpacked_op() {
+  static const auto op = find<FwdQkvpackedSignature>("flash_attn3::fwd_qkvpacked");
+  return op;
+}
+
+const c10::TypedOperatorHandle<BwdQkvpackedSignature>& bwd_qkvpacked_op() {
+  static const auto op = find<BwdQkvpackedSignature>("flash_attn3::bwd_qkvpacked");
   return op;
 }
 
@@ -76,6 +88,13 @@ TORCH_LIBRARY(flash_attn3, m) {
       "bwd_torch(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
       "lse, " FLASH_ATTN3_OPTION_SCHEMA ") -> (Tensor dq, Tensor dk, Tensor dv)",
       tags);
+  m.def("fwd_qkvpacked(Tensor qkv, SymInt num_heads_q, " FLASH_ATTN3_DENSE_SCHEMA
+        ") -> (Tensor out, Tensor lse)",
+        tags);
+  m.def(
+      "bwd_qkvpacked(Tensor dout, Tensor? dlse, Tensor qkv, Tensor out, Tensor lse, "
+      "SymInt num_heads_q, " FLASH_ATTN3_DENSE_SCHEMA ") -> Tensor",
+      tags);
   m.def(
       "fwd_e4m3(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
       "SymInt q_block, SymInt k_block, SymInt v_block, bool "
@@ -92,6 +111,8 @@ TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
   m.impl("fwd", &fwd_cuda);
   m.impl("fwd_out", &fwd_out_cuda);
   m.impl("bwd", &bwd_cuda);
+  m.impl("fwd_qkvpacked", &fwd_qkvpacked_cuda);
+  m.impl("bwd_qkvpacked", &bwd_qkvpacked_cuda);
   m.impl("fwd_e4m3", &fwd_e4m3_cuda);
   m.impl("quantize", &quantize_cuda);
   m.impl("row_mean", &row_mean_cuda);
@@ -101,6 +122,8 @@ TORCH_LIBRARY_IMPL(flash_attn3, Autograd, m) {
   m.impl("fwd", &fwd_autograd);
   m.impl("fwd_out", &fwd_out_autograd);
   m.impl("bwd", &bwd_autograd);
+  m.impl("fwd_qkvpacked", &fwd_qkvpacked_autograd);
+  m.impl("bwd_qkvpacked", &bwd_qkvpacked_autograd);
   m.impl("fwd_e4m3", &fwd_e4m3_autograd);
   m.impl("quantize", &quantize_autograd);
   m.impl("row_mean", &row_mean_autograd);

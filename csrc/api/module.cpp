@@ -1,5 +1,5 @@
 // The Python module flash_attn3._C: what is no operator (build information, plans, the device
-// check), and two entries to flash_attn3::fwd that skip Python's operator calling convention.
+// check), and three entries to the forward that skip Python's operator calling convention.
 #include <cmath>
 #include <cstdlib>
 
@@ -175,31 +175,56 @@ bool is_plain_cuda(const Tensor& t) {
   return t.is_cuda() && t.layout() == c10::kStrided && !t.key_set().has_any(unusual);
 }
 
+bool has_kernel_for(const Tensor& t, int64_t head_dim, int64_t head_dim_v) {
+  if (!fits_head_dim(head_dim, 8) || !fits_head_dim(head_dim_v, 8)) return false;
+  const auto device = t.device().index();
+  const auto* properties = at::cuda::getDeviceProperties(device);
+  return properties->major == 9 && properties->minor == 0 &&
+         compiled_for(t.scalar_type(), head_dim, head_dim_v, device);
+}
+
 // Same device and dtype, ranks and shapes as the operator wants them, dimensions with a kernel.
 bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v, bool ragged) {
   const int64_t rank = ragged ? 3 : 4;
   if (q.dim() != rank || k.dim() != rank || v.dim() != rank) return false;
   if (!is_plain_cuda(q) || !is_plain_cuda(k) || !is_plain_cuda(v)) return false;
   const auto dtype = q.scalar_type();
-  if (dtype != at::kBFloat16 && dtype != at::kHalf) return false;
+  if (!is_half(dtype)) return false;
   if (k.scalar_type() != dtype || v.scalar_type() != dtype) return false;
   if (k.device() != q.device() || v.device() != q.device()) return false;
-  const int64_t d = q.size(-1);
-  const int64_t dv = v.size(-1);
-  if (d < 8 || d > 256 || d % 8 != 0 || dv < 8 || dv > 256 || dv % 8 != 0) return false;
   const int64_t heads_kv = k.size(-2);
   if (heads_kv < 1 || q.size(-2) < 1 || q.size(-2) % heads_kv != 0) return false;
-  if (k.size(-1) != d || v.size(-2) != heads_kv || v.size(-3) != k.size(-3)) return false;
+  if (k.size(-1) != q.size(-1) || v.size(-2) != heads_kv || v.size(-3) != k.size(-3)) return false;
   if (!ragged && (k.size(0) != q.size(0) || v.size(0) != q.size(0))) return false;
-  const auto* properties = at::cuda::getDeviceProperties(q.device().index());
-  return properties->major == 9 && properties->minor == 0 &&
-         compiled_for(dtype, d, dv, q.device().index());
+  return has_kernel_for(q, q.size(-1), v.size(-1));
+}
+
+// The heads of q in a packed tensor that the operator takes; 0 if it does not. `given`: what the
+// caller said of them, 0 for nothing.
+int64_t packed_heads_q(const Tensor& qkv, int64_t given) {
+  const int64_t rank = qkv.dim();
+  if ((rank != 4 && rank != 5) || !is_plain_cuda(qkv) || !is_half(qkv.scalar_type())) return 0;
+  if (!has_kernel_for(qkv, qkv.size(-1), qkv.size(-1))) return 0;
+  if (rank == 5) {
+    const int64_t heads = qkv.size(3);
+    return qkv.size(2) == 3 && (given == 0 || given == heads) ? heads : 0;
+  }
+  const int64_t rest = qkv.size(2) - given;
+  const bool fits = given >= 1 && rest >= 2 && rest % 2 == 0 && given % (rest / 2) == 0;
+  return fits ? given : 0;
 }
 
 bool is_int_vector(const OptionalTensor& t, int64_t length, const Tensor& q) {
   return !t.has_value() ||
          (t->device() == q.device() && is_plain_cuda(*t) && t->scalar_type() == at::kInt &&
           t->dim() == 1 && t->size(0) == length && (length <= 1 || t->stride(0) == 1));
+}
+
+PyObject* wrapped(const FwdResult& result) {
+  py::object out = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::get<0>(result)));
+  py::object lse = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::get<1>(result)));
+  if (!out || !lse) return nullptr;
+  return PyTuple_Pack(2, out.ptr(), lse.ptr());
 }
 
 PyObject* call(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -214,10 +239,7 @@ PyObject* call(const Tensor& q, const Tensor& k, const Tensor& v,
                            max_seqlen_k, o.scale, o.causal, o.window_left, o.window_right, o.chunk,
                            o.softcap, o.deterministic, o.sm_margin);
   }
-  py::object out = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::get<0>(result)));
-  py::object lse = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::get<1>(result)));
-  if (!out || !lse) return nullptr;
-  return PyTuple_Pack(2, out.ptr(), lse.ptr());
+  return wrapped(result);
 }
 
 PyObject* fwd_dense_fast(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -235,6 +257,32 @@ PyObject* fwd_dense_fast(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!r.ok) Py_RETURN_NONE;
   return call(q, k, v, std::nullopt, std::nullopt, std::nullopt, std::nullopt, q.size(1), k.size(1),
               o);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* fwd_qkvpacked_fast(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != 10) {
+    PyErr_Format(PyExc_TypeError, "fwd_qkvpacked_fast takes 10 positional arguments; got %zd",
+                 count);
+    return nullptr;
+  }
+  Reader r(args);
+  const Tensor& qkv = r.tensor();
+  const bool is_given = !r.skip_none();
+  const int64_t given = is_given ? r.integer() : 0;
+  if (!r.ok || (is_given && given < 1) || is_observed()) Py_RETURN_NONE;
+  const int64_t heads_q = packed_heads_q(qkv, given);
+  if (heads_q == 0) Py_RETURN_NONE;
+  const Options o = read_options(r, qkv);
+  if (!r.ok) Py_RETURN_NONE;
+  FwdResult result;
+  {
+    py::gil_scoped_release release;  // as in call()
+    result = fwd_qkvpacked_op().call(qkv, heads_q, o.scale, o.causal, o.window_left, o.window_right,
+                                     o.chunk, o.softcap, o.deterministic, o.sm_margin);
+  }
+  return wrapped(result);
   END_HANDLE_TH_ERRORS
 }
 
@@ -277,6 +325,12 @@ PyMethodDef kFastMethods[] = {
      "fwd_dense_fast(q, k, v, softmax_scale or None, causal, window_left, window_right, "
      "attention_chunk, softcap, deterministic, sm_margin) -> (out, lse), or None where the call "
      "must take the checked path. Positional only."},
+    {"fwd_qkvpacked_fast",
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&fwd_qkvpacked_fast)),
+     METH_FASTCALL,
+     "fwd_qkvpacked_fast(qkv, num_heads_q or None, softmax_scale or None, causal, window_left, "
+     "window_right, attention_chunk, softcap, deterministic, sm_margin) -> (out, lse), or None "
+     "where the call must take the checked path. Positional only."},
     {"fwd_varlen_fast",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&fwd_varlen_fast)), METH_FASTCALL,
      "fwd_varlen_fast(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, "
@@ -312,9 +366,10 @@ PYBIND11_MODULE(_C, m) {
       },
       "Whether this build holds a forward kernel for these; asked of a Hopper device.",
       py::arg("dtype"), py::arg("head_dim"), py::arg("head_dim_v"), py::arg("device") = 0);
-  m.def("use_backward_kernels", &use_backward_kernels,
-        "Whether flash_attn3::bwd may take this project's kernels; returns what it was before.",
-        py::arg("on"));
+  m.def(
+      "use_backward_kernels", &use_backward_kernels,
+      "Whether the backward operators may take this project's kernels; returns what it was before.",
+      py::arg("on"));
   m.def(
       "backward_refusal",
       [](const std::string& dtype, int64_t head_dim, int64_t head_dim_v,

@@ -127,6 +127,14 @@ def empty_outputs(call: Call, q: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def unpacked(qkv: Tensor, num_heads_q: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v where they lie in one (checked) tensor: see flash_attn_qkvpacked_func."""
+    if qkv.dim() == 5:
+        return qkv.unbind(2)
+    heads_kv = (qkv.shape[2] - num_heads_q) // 2
+    return qkv.split([num_heads_q, heads_kv, heads_kv], dim=2)
+
+
 def lse_shape(q: Tensor, ragged: bool) -> tuple[int, ...]:
     """(B, H, Sq), or (H, total_q) of a ragged q."""
     if ragged:

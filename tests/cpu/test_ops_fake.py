@@ -70,11 +70,12 @@ def test_schema_is_the_documented_one(name):
 def test_schemas_in_cpp_and_python_are_the_same():
     """With and without the binding the operators must look alike to export and to fakes."""
     text = LIBRARY_CPP.read_text()
-    macro = text[text.index("#define FLASH_ATTN3_OPTION_SCHEMA"):text.index("namespace")]
-    shared = "".join(re.findall(r'"([^"]*)"', macro))
-    assert shared == ops.OPTIONS_SCHEMA
     body = text[text.index("TORCH_LIBRARY(flash_attn3, m)"):text.index("TORCH_LIBRARY_IMPL")]
-    body = body.replace("FLASH_ATTN3_OPTION_SCHEMA", f'"{shared}"')
+    for name, schema in (("DENSE", ops.DENSE_SCHEMA), ("OPTION", ops.OPTIONS_SCHEMA)):
+        macro = f"FLASH_ATTN3_{name}_SCHEMA"
+        define = text[text.index(f"#define {macro}"):].partition("\n\n")[0]
+        assert "".join(re.findall(r'"([^"]*)"', define)) == schema
+        text, body = (t.replace(macro, f'"{schema}"') for t in (text, body))
     found = ["".join(re.findall(r'"([^"]*)"', d)) for d in body.split("m.def(")[1:]]
     assert found == list(ops.SCHEMAS.values())
 

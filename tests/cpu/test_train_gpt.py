@@ -67,3 +67,50 @@ def test_steps_in_turn_go_on_with_the_same_batches(monkeypatch):
         assert len(run.losses) == 2 and run.step_ms == ms
     for a, b in zip(*(trainer.losses for trainer in trainers)):
         assert a == pytest.approx(b, rel=1e-2)
+
+
+def test_both_attentions_give_the_gradient_of_the_packed_projection():
+    qkv = torch.randn(2, 10, 3, 4, 16, requires_grad=True)
+    dout = torch.randn(2, 10, 4, 16)
+    outs = [attend(qkv) for attend in train_gpt.ATTENTION.values()]
+    grads = [torch.autograd.grad(out, qkv, dout)[0] for out in outs]
+    assert outs[0].shape == dout.shape and grads[0].shape == qkv.shape
+    torch.testing.assert_close(*outs)
+    torch.testing.assert_close(*grads)
+
+
+class Event:
+    """A clock of calls instead of one of the device."""
+
+    calls = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Event.calls
+
+    def elapsed_time(self, end):
+        return float(end.at - self.at)
+
+
+def test_attention_alone_queues_a_turn_and_waits_once(monkeypatch):
+    waits = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(Event.calls))
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, qkv):
+            return qkv[:, :, 0].clone()
+
+        @staticmethod
+        def backward(ctx, dout):
+            Event.calls += 1
+            return torch.stack([dout] * 3, 2)
+
+    args = train_gpt.parse(["--small", "--layers", "3"])
+    found = train_gpt.attention_ms([Counted.apply, Counted.apply], args)
+    assert found == [3.0, 3.0]  # one call, of each layer
+    turn = train_gpt.WARMUP_CALLS + train_gpt.CALLS_A_TURN
+    assert waits == [turn * (n + 1) for n in range(2 * train_gpt.ATTENTION_TURNS)]
