@@ -215,9 +215,9 @@ __device__ __forceinline__ uint32_t multiply_two_bf16(uint32_t a, uint32_t b) {
   return product;
 }
 
-// What all lanes of a warp have, as a number that the assembler knows to be the same in all of
-// them: addresses and descriptors made from it are kept and added to in uniform registers, where
-// the copy engine and the matrix unit want them, instead of moved there one by one.
+// What all lanes of a warp have, as a number that the assembler knows to be the same in all of them:
+// addresses and descriptors made from it are kept and added to in uniform registers, where the
+// copy engine and the matrix unit want them, instead of moved there one by one.
 __device__ __forceinline__ uint32_t warp_uniform(uint32_t x) {
   return __reduce_or_sync(0xffffffffu, x);
 }

@@ -405,9 +405,8 @@ struct Fp8Consumer : FwdConsumer<T> {
 
   // --- steps ------------------------------------------------------------------------------------
 
-  template <StepKind kKind>
+  template <bool kPlain>
   __device__ __forceinline__ void step(Stream& t) {
-    constexpr bool kPlain = kKind == StepKind::kPlain;
     if constexpr (T::kInChunks || !kPlain) {
       step_in_turn<kPlain>(t);
     } else {

@@ -86,7 +86,6 @@ struct Fp8Traits : Schedule {
 
   // Addresses of stages in uniform registers: three consumers' products are serialised by it.
   static constexpr bool kUniform = kConsumers == 2;
-  static constexpr bool kEdgeSteps = false;
   static constexpr bool kScaled = true;  // Q, K and V have scales
   static constexpr LseSums kLseSums = kLseSums_;
   static constexpr bool kOpenLeft = false;

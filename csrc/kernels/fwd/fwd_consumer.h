@@ -32,12 +32,6 @@ struct StreamBlock {
   __device__ __forceinline__ bool plain() const { return (flags & (kFirst | kMasked)) == 0; }
 };
 
-enum class StepKind {
-  kPlain,    // not the first of its tile, and no score needs adjustment
-  kEdge,     // some keys are hidden from some rows; otherwise plain
-  kGeneral,  // any block
-};
-
 template <class T>
 struct FwdConsumer {
   using Element = typename T::Input;
@@ -70,9 +64,6 @@ struct FwdConsumer {
 
   // Registers are scarce here: these are computed where they are needed.
   static __device__ __forceinline__ int thread() { return threadIdx.x % 128; }
-  __device__ __forceinline__ int own_warpgroup() {
-    return T::kEdgeSteps ? thread_index() / 128 - 1 : warpgroup;
-  }
 
   __device__ __forceinline__ void release(uint64_t* barrier) {
     warp_arrive(barrier, thread() % 32);
@@ -154,7 +145,7 @@ struct FwdConsumer {
   // are not in use become 0: what they hold would reach no result, but could make a warp move the
   // references of its other rows, and so change their bits.
   __device__ __forceinline__ void take_q(uint32_t (&q)[kQueryRegisters]) {
-    mbarrier_wait(&shared.q_full[q_ring.slot()][own_warpgroup()], q_ring.parity());
+    mbarrier_wait(&shared.q_full[q_ring.slot()][warpgroup], q_ring.parity());
     const TileInfo& tile = shared.tiles[tile_ring.slot()];
     const int used = tile.q_len - tile.row0 - warpgroup * T::kRowsPerConsumer;
     if constexpr (T::kQueryInRegisters) {
@@ -243,7 +234,7 @@ struct FwdConsumer {
   }
 
   __device__ __forceinline__ void release_q() {
-    release(&shared.q_empty[q_ring.slot()][own_warpgroup()]);
+    release(&shared.q_empty[q_ring.slot()][warpgroup]);
     q_ring.advance();
   }
 
@@ -268,8 +259,8 @@ struct FwdConsumer {
                                                  bool accumulate) {
     pin_registers(o);
     wgmma_fence();
-    issue_pv<Element, T::kHeadDimV, T::kBlockN>(p, uniform(shared_address(shared.v[v_ring.slot()])),
-                                                o, accumulate);
+    issue_pv<Element, T::kHeadDimV, T::kBlockN>(
+        p, uniform(shared_address(shared.v[v_ring.slot()])), o, accumulate);
     wgmma_commit();
   }
 
@@ -297,31 +288,28 @@ struct FwdConsumer {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) s[i] *= params.transform_factor;
     }
-    if (block.masked()) [[unlikely]]
-      mask_block(block, s);
-  }
-
-  __device__ __forceinline__ void mask_block(const StreamBlock& block, float (&s)[kScores]) {
-    const TileInfo& tile = shared.tiles[block.slot()];
-    const int row = tile.row0 + epilogue.row_in_tile();
-    const int first_column = block.n * T::kBlockN + 2 * (thread() % 4);
-    uint32_t seen[2];
-    // Short where the lower end is no question.
-    if (T::kOpenLeft || (params.mask.window_left < 0 && params.mask.chunk == 0)) [[likely]] {
-      const int keys = tile.k_len - first_column;
-      const int right = params.mask.window_right;
-      const int end = row - tile.q_len + keys + right + 1;  // of the first of both rows
-      seen[0] = columns_below(right < 0 ? keys : smaller(keys, end));
-      seen[1] = columns_below(right < 0 ? keys : smaller(keys, end + 8));
-    } else {
+    if (block.masked()) [[unlikely]] {
+      const TileInfo& tile = shared.tiles[block.slot()];
+      const int row = tile.row0 + epilogue.row_in_tile();
+      const int first_column = block.n * T::kBlockN + 2 * (thread() % 4);
+      uint32_t seen[2];
+      // Short where the lower end is no question.
+      if (T::kOpenLeft || (params.mask.window_left < 0 && params.mask.chunk == 0)) [[likely]] {
+        const int keys = tile.k_len - first_column;
+        const int right = params.mask.window_right;
+        const int end = row - tile.q_len + keys + right + 1;  // of the first of both rows
+        seen[0] = columns_below(right < 0 ? keys : smaller(keys, end));
+        seen[1] = columns_below(right < 0 ? keys : smaller(keys, end + 8));
+      } else {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const KeyRange keys = visible_keys(params.mask, row + 8 * h, tile.q_len, tile.k_len);
-        seen[h] =
-            columns_below(keys.hi + 1 - first_column) & ~columns_below(keys.lo - first_column);
+        for (int h = 0; h < 2; ++h) {
+          const KeyRange keys = visible_keys(params.mask, row + 8 * h, tile.q_len, tile.k_len);
+          seen[h] =
+              columns_below(keys.hi + 1 - first_column) & ~columns_below(keys.lo - first_column);
+        }
       }
+      mask_scores(s, seen);
     }
-    mask_scores(s, seen);
   }
 
   // Ping-pong: warpgroups issue their products in turn, so that the softmax of one meets the
@@ -393,10 +381,10 @@ struct FwdConsumer {
   // probabilities are taken relative to the references as they are, without looking for a maximum:
   // the matrix unit slows ordinary arithmetic down, and the maximum would be a fifth of the
   // softmax. Only when a sum shows that a reference is too old does the warp compute its scores
-  // again and move it. Masked blocks go so too, where the registers of the redo allow it.
-  template <StepKind kKind>
+  // again and move it. (Masked blocks done so were tried: the registers of the redo spill at head
+  // dim 256.)
+  template <bool kPlain>
   __device__ __forceinline__ void step(Stream& t) {
-    constexpr bool kPlain = kKind != StepKind::kGeneral;
     float s[kScores];
     if constexpr (kPlain) {
       mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
@@ -430,7 +418,6 @@ struct FwdConsumer {
         factor[1] = rescale[1];
       }
     }
-    if constexpr (kKind == StepKind::kEdge) mask_block(newest, s);
     float part[2] = {0.0f, 0.0f};
     t.rows.template exponentiate<0, kEarly>(s, params.scale_log2, part);
     // P V stays under these exponentials only if nothing moves its wait above them: the compiler is
@@ -458,14 +445,13 @@ struct FwdConsumer {
       const bool too_old = !(part[0] < kLargestBlockSum) || !(part[1] < kLargestBlockSum);
       if (__any_sync(0xffffffffu, too_old)) [[unlikely]] {
         recompute_scores(t.q, s);
-        if constexpr (kKind == StepKind::kEdge) mask_block(newest, s);
         fence_shared_to_async_proxy();  // K and Q read before the copy engine writes there again
         if (t.rows.move_references(s, params.scale_log2, factor)) scale_rows(t.o, factor);
         part[0] = part[1] = 0.0f;
         t.rows.template exponentiate<0, kScores>(s, params.scale_log2, part);
         pack_probabilities<Element, 0, kScores>(s, t.p);
       }
-      release_k(kKind == StepKind::kEdge && newest.last());
+      release_k(false);
     }
     t.rows.add(part);
     t.current = newest;
@@ -530,7 +516,7 @@ struct FwdConsumer {
         // A short loop of its own for the blocks that are most of the work.
         const TileInfo& tile = shared.tiles[tile_ring.slot()];
         const int end = larger(tile.n_begin + kLeaveLast, tile.plain[warpgroup].begin);
-        for (; newest.n >= end; --newest.n) self.template step<StepKind::kPlain>(t);
+        for (; newest.n >= end; --newest.n) self.template step<true>(t);
         if (newest.n >= tile.n_begin) {
           set_newest(newest.n, 0);
         } else {
@@ -538,11 +524,8 @@ struct FwdConsumer {
           newest.flags |= StreamBlock::kLast;
           more = advance();
         }
-      } else if (T::kEdgeSteps && !newest.first() && params.transform == ScoreTransform::kNone) {
-        self.template step<T::kEdgeSteps ? StepKind::kEdge : StepKind::kGeneral>(t);
-        more = advance();
       } else {
-        self.template step<StepKind::kGeneral>(t);
+        self.template step<false>(t);
         more = advance();
       }
     }

@@ -95,7 +95,6 @@ struct FwdTraits : Schedule {
   // For calls without a window's left edge or chunks alone: three consumers lack the registers for
   // both kinds of mask (launch_fwd_of() sees to it).
   static constexpr bool kOpenLeft = kConsumers == 3;
-  static constexpr bool kEdgeSteps = kHeadDim_ > 64 && kHeadDim_ <= 128;
   static constexpr bool kUniform = true;  // stages' addresses (warp_uniform())
   static constexpr bool kScaled = false;  // Q, K and V have scales
   static constexpr int kHeadDim = kHeadDim_;
