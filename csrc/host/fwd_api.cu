@@ -104,7 +104,7 @@ int32_t section_pairs(const FwdParams& in, const DeviceInfo& device, int32_t q_t
                       int64_t tile_keys) {
   const double pairs = double(in.batch) * in.heads;
   const double element_bytes = in.dtype == DType::kE4M3 ? 1.0 : 2.0;
-  const double keys = std::fmin(in.max_seqlen_k, 2.0 * tile_keys);
+  const double keys = std::fmin(in.max_seqlen_k, 4.0 * tile_keys);
   const double pair_bytes =
       element_bytes * keys * (in.head_dim + in.head_dim_v) * in.heads_kv / in.heads;
   const double wanted = std::fmax(0.27 * device.l2_bytes / pair_bytes, 2.0 * device.sms / q_tiles);
