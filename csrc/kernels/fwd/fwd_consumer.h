@@ -259,8 +259,8 @@ struct FwdConsumer {
                                                  bool accumulate) {
     pin_registers(o);
     wgmma_fence();
-    issue_pv<Element, T::kHeadDimV, T::kBlockN>(
-        p, uniform(shared_address(shared.v[v_ring.slot()])), o, accumulate);
+    issue_pv<Element, T::kHeadDimV, T::kBlockN>(p, uniform(shared_address(shared.v[v_ring.slot()])),
+                                                o, accumulate);
     wgmma_commit();
   }
 
