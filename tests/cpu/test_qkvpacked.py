@@ -1,7 +1,7 @@
 """Packed QKV without a GPU: flash_attn3::fwd_qkvpacked and bwd_qkvpacked, and the way to them.
 
 The autograd code (C++ where the binding is built, else Python) is run with the block-wise kernel
-standing in for the CUDA one; tests/gpu/test_qkvpacked.py has the kernels themselves.
+standing in for the CUDA one; tests/gpu/test_packed_gradients.py has the kernels themselves.
 """
 
 import pytest
