@@ -84,13 +84,16 @@ def block_rows_of(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def reference_quantize(x: torch.Tensor, rows: int):
-    """e4m3 (S, H, D) and scales (H, blocks) of one sequence, as the kernel does it, in float32.
+    """e4m3 (S, H, D) and scales (H, blocks) of one sequence, as the kernel does it, in float32: the
+    next power of two.
 
     Divided by a tensor: by a number, torch multiplies with its inverse on the GPU.
     """
     blocks = block_rows_of(x.float(), rows)
     top = blocks.abs().nan_to_num(nan=0.0).amax((1, 3)).clamp(max=LARGEST)  # (blocks, H)
     scale = torch.where(top == 0, 1.0, (top / torch.full_like(top, TOP)).clamp_min(2.0**-126))
+    mantissa, exponent = torch.frexp(scale)
+    scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype))
     inverse = 1.0 / scale
     values = to_e4m3(blocks * inverse[:, None, :, None]).flatten(0, 1)[: x.shape[0]]
     return values, scale.T

@@ -86,8 +86,8 @@ def quantize(
             by PyTorch). D, Dv: multiples of 16 up to 256.
         k, v: (B, Sk, Hk, D or Dv), or (total_k, Hk, D or Dv) with cu_seqlens_k.
         block: rows of a head of q that share a scale, 64 or 128; for k and v it is 128 with
-            either. None: one scale a KV head and sequence, like the descales of `flash_attn_func`,
-            made by PyTorch.
+            either; scales are powers of two. None: one scale a KV head and sequence, like the
+            descales of `flash_attn_func`, made by PyTorch.
         rotate: multiply q and k by a Hadamard matrix along D (by the largest power of two that
             divides D), which spreads outliers and does not change q k^T.
         smooth_k: take the mean over the sequence off each head's rows of k. Softmax does not see

@@ -130,10 +130,13 @@ def row_dot(x: Tensor, mean: Tensor, cu_seqlens: Optional[Tensor]) -> Tensor:
     return (x * mean).sum(-1).transpose(-1, -2)
 
 
-def _scale_of(top: Tensor) -> Tensor:
+def _scale_of(top: Tensor, power_of_two: bool) -> Tensor:
     # Divided by a tensor: by a number, torch multiplies with its inverse on a GPU.
     scale = top.clamp(max=LARGEST_INPUT) / torch.full_like(top, LARGEST)
-    return torch.where(top == 0, 1.0, scale.clamp(min=SMALLEST_SCALE))
+    scale = torch.where(top == 0, 1.0, scale.clamp(min=SMALLEST_SCALE))
+    if power_of_two:  # the next one up: by its bits, which torch.log2 would not give exactly
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
+    return scale
 
 
 def quantize(x: Tensor, mean: Optional[Tensor], cu_seqlens: Optional[Tensor],
@@ -157,7 +160,8 @@ def quantize(x: Tensor, mean: Optional[Tensor], cu_seqlens: Optional[Tensor],
         top = top.unflatten(-1, (-1, group)).amax(-1)
     tops = top.new_zeros(rows.slots + 1, top.shape[1])
     tops = tops.scatter_reduce(0, rows.slot[:, None].expand(top.shape), top, "amax")
-    scales = _scale_of(tops)
+    # Neighbouring blocks of V mostly have the same scale then (fp8.md, "Sums").
+    scales = _scale_of(tops, power_of_two=block != 0)
     inverse = (1.0 / scales)[rows.slot]
     if block == 0:
         inverse = inverse.repeat_interleave(group, dim=1)
