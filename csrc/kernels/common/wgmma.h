@@ -82,6 +82,7 @@ struct WgmmaOp;
     using Shared = gmma::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<>;                       \
     using Register = gmma::MMA_64x##N##x32_F32E4M3E4M3_RS_TN<>;                     \
   };
+FLASH_ATTN3_WGMMA(8)
 FLASH_ATTN3_WGMMA(32)
 FLASH_ATTN3_WGMMA(64)
 FLASH_ATTN3_WGMMA(96)

@@ -10,6 +10,10 @@ namespace flash_attn3 {
 template <int kHeadDim, int kHeadDimV>
 struct Fp8ScheduleOf;
 
+// Where V lies transposed already.
+template <int kHeadDim, int kHeadDimV>
+struct Fp8TransposedScheduleOf : Fp8ScheduleOf<kHeadDim, kHeadDimV> {};
+
 template <>
 struct Fp8ScheduleOf<64, 64> {
   using Type =
@@ -29,6 +33,11 @@ template <>
 struct Fp8ScheduleOf<256, 256> {
   using Type = Fp8Schedule<2, 2, 2, 2, 1, QuerySource::kShared, OutPath::kDirect,
                            Promotion::kChunks, RowSums::kExact>;
+};
+template <>
+struct Fp8TransposedScheduleOf<256, 256> {
+  using Type =
+      Fp8Schedule<2, 2, 1, 2, 1, QuerySource::kShared, OutPath::kStaged, Promotion::kCarried>;
 };
 
 }  // namespace flash_attn3

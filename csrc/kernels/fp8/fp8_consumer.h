@@ -40,11 +40,11 @@ struct Fp8Consumer : FwdConsumer<T> {
   using typename Base::Element;
 
   // Three consumers lack the registers to work out the next block's addresses early.
-  static constexpr bool kAims = T::kConsumers == 2;
+  static constexpr bool kAims = T::kConsumers == 2 && !T::kCarried;
   // Of row sums, behind the last columns of O: two columns of both rows, all of them the same.
   static constexpr int kSums = T::kTensorSums ? 4 : 0;
   // Sums that the tensor unit adds to. With chunks they are the registers of scores.
-  static constexpr int kPartial = T::kInChunks ? 1 : kOutputs + kSums;
+  static constexpr int kPartial = T::kInChunks || T::kCarried ? 1 : kOutputs + kSums;
   static constexpr int kScratch = T::kInChunks ? kScores + kSums : kScores;
 
   const Fp8KernelParams& fp8;

@@ -1,6 +1,7 @@
 // The persistent e4m3 forward kernel: set-up, then each warpgroup takes its role.
 #pragma once
 
+#include "kernels/fp8/fp8_carried_consumer.h"
 #include "kernels/fp8/fp8_consumer.h"
 #include "kernels/fp8/fp8_producer.h"
 #include "kernels/fp8/fp8_scales.h"
@@ -33,10 +34,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   }
   if constexpr (T::kTensorSums) {
     constexpr int kWords = T::kOnesBytes / 16;
+    constexpr int kPlaces = T::kCarried ? 1 : T::kValueStages;
     constexpr uint32_t kOnes = 0x38383838u;
-    for (int i = threadIdx.x; i < T::kValueStages * kWords; i += T::kThreads) {
-      reinterpret_cast<uint4*>(shared.v[i / kWords] + T::kValueBytes)[i % kWords] =
-          make_uint4(kOnes, kOnes, kOnes, kOnes);
+    for (int i = threadIdx.x; i < kPlaces * kWords; i += T::kThreads) {
+      uint8_t* place = T::kCarried ? shared.v_raw[0] : shared.v[i / kWords] + T::kValueBytes;
+      reinterpret_cast<uint4*>(place)[i % kWords] = make_uint4(kOnes, kOnes, kOnes, kOnes);
     }
     fence_shared_to_async_proxy();
   }
@@ -53,7 +55,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
   } else {
     registers_take<T::kConsumerRegisters>();
-    Fp8Consumer<T>{{params, shared, {params}, warp / 4 - 1}, params}.run();
+    if constexpr (T::kCarried) {
+      Fp8CarriedConsumer<T>{{{params, shared, {params}, warp / 4 - 1}, params}}.run();
+    } else {
+      Fp8Consumer<T>{{params, shared, {params}, warp / 4 - 1}, params}.run();
+    }
   }
 }
 

@@ -1,6 +1,8 @@
 // Fp8Params to a launch of one compiled e4m3 forward kernel. Included by the instantiations alone.
 #pragma once
 
+#include <type_traits>
+
 #include "host/fp8_dispatch.h"
 #include "kernels/fp8/fp8_config.h"
 #include "kernels/fp8/fp8_kernel.h"
@@ -79,7 +81,10 @@ Status launch_fp8(const Fp8Params& in, const DeviceInfo& device, cudaStream_t st
 template <int kHeadDim, int kHeadDimV, ValueSource kValueSource>
 Status launch_fp8_from(const Fp8Params& in, const DeviceInfo& device, cudaStream_t stream,
                        FwdPlan* plan) {
-  using Schedule = typename Fp8ScheduleOf<kHeadDim, kHeadDimV>::Type;
+  using Rows = Fp8ScheduleOf<kHeadDim, kHeadDimV>;
+  using Transposed = Fp8TransposedScheduleOf<kHeadDim, kHeadDimV>;
+  using Schedule =
+      typename std::conditional_t<kValueSource == ValueSource::kTransposed, Transposed, Rows>::Type;
   if constexpr (!Schedule::kTensorSums || Schedule::kConsumers == 3) {
     constexpr auto kSums = Schedule::kTensorSums ? LseSums::kAsked : LseSums::kExact;
     return launch_fp8<Fp8Traits<kHeadDim, kHeadDimV, kValueSource, Schedule, kSums>>(in, device,

@@ -12,7 +12,8 @@ struct Fp8Producer : ProducerLoop<T, Fp8Producer<T>> {
   // Scales of 32 blocks, one a lane, from the block of the last reading downwards.
   float k_scales = 1.0f;
   float v_scales = 1.0f;
-  float value_unit = 1.0f;  // of the block before
+  float value_unit = 1.0f;  // of the block before; of Promotion::kCarried: of this one
+  float largest_unit = 1.0f;
 
   __device__ __forceinline__ int sequence_of_tile() const {
     return this->shared.scales[this->tile_ring.slot()].sequence;
@@ -39,6 +40,26 @@ struct Fp8Producer : ProducerLoop<T, Fp8Producer<T>> {
     if (this->lane == 0) this->shared.k_scale[this->k_ring.slot()] = scale;
   }
 
+  // Of Promotion::kCarried the scale is the unit, and `carry` leads to the next block's: scales are
+  // read one block ahead. One that is 2^80 times smaller than the largest before it in the tile
+  // counts as that, so that O, relative to it, does not overflow.
+  __device__ __forceinline__ ValueScale next_carried_scale(const TileInfo& tile, int n) {
+    constexpr float kSmallest = 1.1754944e-38f, kOfLargest = 8.2718061e-25f;
+    const bool first = n == tile.n_end - 1;
+    float largest = first ? kSmallest : largest_unit;
+    const auto scale_of = [&](int block) {
+      const float scale = next_scale(this->params.v_scale, tile, block, v_scales);
+      const float least = fmaxf(largest * kOfLargest, kSmallest);
+      const float unit = scale < least ? least : scale;  // NaN stays
+      largest = fmaxf(largest, unit);
+      return unit;
+    };
+    const float unit = first ? scale_of(n) : value_unit;
+    value_unit = scale_of(n - 1);  // a block that is not there has the first one's
+    largest_unit = largest;
+    return {unit == value_unit ? 1.0f : __fdividef(unit, value_unit), 1.0f, unit};
+  }
+
   // Units between 2^-40 and 2^40 leave O's sums far from both ends of fp32.
   __device__ __forceinline__ ValueScale next_value_scale(const TileInfo& tile, int n) {
     constexpr float kSmallestUnit = 9.094947e-13f, kLargestUnit = 1.0995116e12f;
@@ -51,7 +72,7 @@ struct Fp8Producer : ProducerLoop<T, Fp8Producer<T>> {
   }
 
   __device__ __forceinline__ void load_v(const TileInfo& tile, int n) {
-    const ValueScale scale = next_value_scale(tile, n);
+    const ValueScale scale = T::kCarried ? next_carried_scale(tile, n) : next_value_scale(tile, n);
     if constexpr (T::kTransposes) {
       const int stage = raw_ring.slot();
       mbarrier_wait(&this->shared.v_raw_empty[stage], raw_ring.parity() ^ 1);

@@ -18,7 +18,14 @@ constexpr int kTopExponent = 8;
 enum class Promotion {
   kWhole,   // in registers of their own, as many as O has; P V runs under the next softmax
   kChunks,  // part of the columns at a time in the registers that hold scores otherwise
+  // In O's registers by the products themselves, up to kCarriedBlocks blocks; then a mean of all
+  // before, in shared memory, takes them up.
+  kCarried,
 };
+
+// The tensor unit's sums of more blocks have more than 1.1 times the error of the formula where a
+// few keys of a row are much larger than the others (docs/fp8.md, "Sums").
+constexpr int kCarriedBlocks = 6;
 
 // Who adds up a row's probabilities.
 enum class RowSums {
@@ -37,7 +44,8 @@ enum class LseSums {
 // The scale of a block of V. O is kept in units: the scale of the block that was added last, as
 // long as that is neither tiny nor huge.
 struct alignas(16) ValueScale {
-  float carry;   // the unit before / this unit; 1 where a tile begins
+  // The unit before / this unit; 1 where a tile begins. Of Promotion::kCarried: this / the next.
+  float carry;
   float weight;  // the block's scale / the unit
   float unit;
 };
@@ -57,6 +65,7 @@ struct Fp8Schedule : FwdSchedule<kConsumers_, ValueLayout::kKeys, kKeyStages_, k
   static constexpr int kRawStages = kRawStages_;
   static constexpr bool kTurns = kTurns_;  // consumers issue their products in turn
   static constexpr bool kInChunks = kPromotion_ == Promotion::kChunks;
+  static constexpr bool kCarried = kPromotion_ == Promotion::kCarried;
   static constexpr bool kTensorSums = kSums_ == RowSums::kTensor;
 };
 
@@ -75,6 +84,7 @@ struct Fp8Traits : Schedule {
   using Input = __nv_fp8_e4m3;    // of Q, K, V
   using Element = __nv_bfloat16;  // of O
   using Schedule::kBlockN;
+  using Schedule::kCarried;
   using Schedule::kConsumers;
   using Schedule::kKeyStages;
   using Schedule::kQueryInRegisters;
@@ -84,8 +94,9 @@ struct Fp8Traits : Schedule {
   using Schedule::kTensorSums;
   using Schedule::kValueStages;
 
-  // Addresses of stages in uniform registers: three consumers' products are serialised by it.
-  static constexpr bool kUniform = kConsumers == 2;
+  // Addresses of stages in uniform registers: three consumers' products are serialised by it. The
+  // carried consumer makes its own; with the first block's beside them fewer are.
+  static constexpr bool kUniform = kConsumers == 2 && !kCarried;
   static constexpr bool kScaled = true;  // Q, K and V have scales
   static constexpr LseSums kLseSums = kLseSums_;
   static constexpr bool kOpenLeft = false;
@@ -113,15 +124,20 @@ struct Fp8Traits : Schedule {
   static constexpr int kQueryBytes = kRowsPerConsumer * kHeadDim;
   static constexpr int kKeyBytes = kBlockN * kHeadDim;
   static constexpr int kValueBytes = kBlockN * kHeadDimV;
-  // Ones behind the columns of V, written once.
+  // Ones, written once: behind the columns of V, or in a place of their own where O's columns are
+  // as many as a product can have.
   static constexpr int kOnesBytes = kTensorSums ? 8 * kBlockN : 0;
+  static constexpr int kOnesBehind = kCarried ? 0 : kOnesBytes;
+  static constexpr int kRawBytes = kTransposes ? kValueBytes : kCarried ? kOnesBytes : 16;
   static constexpr int kOutBytes = kStagedOut ? kRowsPerConsumer * kHeadDimV * 2 : 16;
 
   struct SharedMemory {
     alignas(1024) uint8_t q[kQueryStages][kConsumers][kQueryBytes];
     alignas(1024) uint8_t k[kKeyStages][kKeyBytes];
-    alignas(1024) uint8_t v[kValueStages][kValueBytes + kOnesBytes];  // transposed
-    alignas(1024) uint8_t v_raw[kTransposes ? kRawStages : 1][kTransposes ? kValueBytes : 16];
+    alignas(1024) uint8_t v[kValueStages][kValueBytes + kOnesBehind];  // transposed
+    // Or the ones (Promotion::kCarried), where V is not transposed here.
+    alignas(1024) uint8_t v_raw[kTransposes ? kRawStages : 1][kRawBytes];
+    // Also the mean of what has been summed of a tile, in fp16 (Promotion::kCarried).
     alignas(kStagedOut ? 1024 : 16) uint8_t o[kConsumers][kOutBytes];
 
     alignas(8) uint64_t q_full[kQueryStages][kConsumers];
@@ -144,6 +160,10 @@ struct Fp8Traits : Schedule {
     uint32_t nonzero;
     PlannedSequence window[32];
     int32_t window_sequence[32];
+    // Of Promotion::kCarried, whose consumers have no registers to count in: how many tiles came
+    // before a slot's, and how many of them had a Q to load.
+    uint32_t tiles_before[kTileSlots];
+    uint32_t loads_before[kTileSlots];
   };
 };
 

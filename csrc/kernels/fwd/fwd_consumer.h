@@ -44,8 +44,8 @@ struct FwdConsumer {
   static constexpr int kQueryRegisters = T::kQueryInRegisters ? 4 * kQuerySteps : 1;
 
   // Where one place holds Q of this tile and of the next, the last block is left to the general
-  // step, which frees it before the softmax.
-  static constexpr bool kLeaveLast = T::kQueryStages == 1 && !T::kQueryInRegisters;
+  // step, which frees it before the softmax; or plain steps free it themselves (T::kCarried).
+  static constexpr bool kLeaveLast = T::kQueryStages == 1 && !T::kQueryInRegisters && !T::kCarried;
 
   // Where the end of a stream is told: in the flags of `newest`, or in a register of its own. The
   // e4m3 kernels spill one way, the bf16 ones the other.
@@ -69,13 +69,22 @@ struct FwdConsumer {
     warp_arrive(barrier, thread() % 32);
   }
 
+  // Where tile_ring is while `newest` belongs to its tile. A register less: it is found again at
+  // the tile's end.
+  __device__ __forceinline__ int tile_slot() const {
+    return T::kCarried ? newest.slot() : tile_ring.slot();
+  }
+
+  __device__ __forceinline__ void find_tile_ring() {
+    tile_ring = RingPosition<T::kTileSlots>::at(shared.tiles_before[newest.slot()]);
+  }
+
   __device__ __forceinline__ void set_newest(int n, uint32_t first) {
-    const TileInfo& tile = shared.tiles[tile_ring.slot()];
+    const TileInfo& tile = shared.tiles[tile_slot()];
     const BlockRange plain = tile.plain[warpgroup];
     const bool masked = n < plain.begin || n >= plain.end;
     newest.n = n;
-    newest.flags = uint32_t(tile_ring.slot()) | first |
-                   (n == tile.n_begin ? StreamBlock::kLast : 0) |
+    newest.flags = uint32_t(tile_slot()) | first | (n == tile.n_begin ? StreamBlock::kLast : 0) |
                    (masked ? StreamBlock::kMasked : 0);
   }
 
@@ -87,9 +96,12 @@ struct FwdConsumer {
       set_newest(newest.n - 1, 0);
       return true;
     }
+    if constexpr (T::kCarried) find_tile_ring();
     tile_ring.advance();
     const bool more = start_tile();
-    if (kEndInFlags && !more) newest.flags = StreamBlock::kNone;
+    if (kEndInFlags && !more) {
+      newest.flags = StreamBlock::kNone | (T::kCarried ? uint32_t(tile_ring.slot()) : 0);
+    }
     return more;
   }
 
@@ -104,6 +116,7 @@ struct FwdConsumer {
       start = tile.start[warpgroup];
       for (int n = tile.n_end; n > start; --n) leave_out_k();
     }
+    if constexpr (T::kCarried) newest.flags = tile_ring.slot();
     set_newest(start - 1, StreamBlock::kFirst);
     return true;
   }
@@ -145,8 +158,11 @@ struct FwdConsumer {
   // are not in use become 0: what they hold would reach no result, but could make a warp move the
   // references of its other rows, and so change their bits.
   __device__ __forceinline__ void take_q(uint32_t (&q)[kQueryRegisters]) {
+    if constexpr (T::kCarried) {
+      q_ring = RingPosition<T::kQueryStages>::at(shared.loads_before[newest.slot()]);
+    }
     mbarrier_wait(&shared.q_full[q_ring.slot()][warpgroup], q_ring.parity());
-    const TileInfo& tile = shared.tiles[tile_ring.slot()];
+    const TileInfo& tile = shared.tiles[tile_slot()];
     const int used = tile.q_len - tile.row0 - warpgroup * T::kRowsPerConsumer;
     if constexpr (T::kQueryInRegisters) {
 #pragma unroll
@@ -491,6 +507,12 @@ struct FwdConsumer {
 
   __device__ __forceinline__ void run() { run(*this); }
 
+  // Of the newest tile's plain blocks, the last.
+  __device__ __forceinline__ int plain_end() const {
+    const TileInfo& tile = shared.tiles[newest.slot()];
+    return larger(tile.n_begin, tile.plain[warpgroup].begin);
+  }
+
   // Self has the steps: this struct, or one that derives from it.
   template <class Self>
   __device__ __forceinline__ void run(Self& self) {
@@ -503,6 +525,7 @@ struct FwdConsumer {
       self.first_block(t);
       run_stream(self, t);
       self.last_block(t);
+      if constexpr (T::kCarried) find_tile_ring();
     }
     epilogue.finish();
   }
@@ -514,13 +537,17 @@ struct FwdConsumer {
       if (newest.plain() && params.transform == ScoreTransform::kNone &&
           !(kLeaveLast && newest.last())) {
         // A short loop of its own for the blocks that are most of the work.
-        const TileInfo& tile = shared.tiles[tile_ring.slot()];
-        const int end = larger(tile.n_begin + kLeaveLast, tile.plain[warpgroup].begin);
-        for (; newest.n >= end; --newest.n) self.template step<true>(t);
-        if (newest.n >= tile.n_begin) {
+        const TileInfo& tile = shared.tiles[tile_slot()];
+        if constexpr (T::kCarried) {  // no register to keep the end in
+          for (; newest.n >= plain_end(); --newest.n) self.template step<true>(t);
+        } else {
+          const int end = larger(tile.n_begin + kLeaveLast, tile.plain[warpgroup].begin);
+          for (; newest.n >= end; --newest.n) self.template step<true>(t);
+        }
+        if (newest.n >= (T::kCarried ? shared.tiles[newest.slot()].n_begin : tile.n_begin)) {
           set_newest(newest.n, 0);
         } else {
-          if constexpr (!T::kQueryInRegisters) release_q();
+          if constexpr (!T::kQueryInRegisters && !T::kCarried) release_q();
           newest.flags |= StreamBlock::kLast;
           more = advance();
         }

@@ -37,6 +37,7 @@ struct FwdScheduler {
   // memory, since this warp has few registers.
   PlanWindow window;
   bool spans_known = false;
+  uint32_t loaded = 0;  // tiles with a Q to load, for consumers that do not count them
 
   __device__ __forceinline__ int fetch_tile() {
     int fetched = 0;
@@ -147,6 +148,13 @@ struct FwdScheduler {
     }
   }
 
+  __device__ __forceinline__ void count_tile(int number, int slot) {
+    shared.tiles_before[slot] = number;
+    shared.loads_before[slot] = loaded;
+    const TileInfo& info = shared.tiles[slot];
+    loaded += info.n_begin < info.n_end;
+  }
+
   __device__ __forceinline__ void run() {
     grid_dependency_wait();
     const int tiles = params.order == TileOrder::kRagged
@@ -164,6 +172,9 @@ struct FwdScheduler {
       bool more = tile < tiles;
       mbarrier_wait(&shared.tile_empty[ring.slot()], ring.parity() ^ 1);
       more = more && write_tile(tile, ring.slot());
+      if constexpr (T::kCarried) {
+        if (lane == 0) count_tile(number, ring.slot());
+      }
       if (!more && lane == 0) shared.tiles[ring.slot()].head = -1;
       if (lane == 0) mbarrier_arrive(&shared.tile_full[ring.slot()]);
       __syncwarp();

@@ -95,8 +95,9 @@ struct FwdTraits : Schedule {
   // For calls without a window's left edge or chunks alone: three consumers lack the registers for
   // both kinds of mask (launch_fwd_of() sees to it).
   static constexpr bool kOpenLeft = kConsumers == 3;
-  static constexpr bool kUniform = true;  // stages' addresses (warp_uniform())
-  static constexpr bool kScaled = false;  // Q, K and V have scales
+  static constexpr bool kUniform = true;   // stages' addresses (warp_uniform())
+  static constexpr bool kScaled = false;   // Q, K and V have scales
+  static constexpr bool kCarried = false;  // by Fp8CarriedConsumer
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
   using QueryPanel = Panel<kHeadDim>;  // of K too
@@ -167,6 +168,19 @@ class RingPosition {
     } else {
       at_ = at_ >= 2 * (kSlots - 1) ? (at_ & 1) ^ 1 : at_ + 2;
     }
+  }
+  static __device__ __forceinline__ RingPosition at(uint32_t count) {
+    static_assert(kPowerOfTwo);
+    RingPosition position;
+    position.at_ = count;
+    return position;
+  }
+  // So many places ago.
+  __device__ __forceinline__ RingPosition before(uint32_t places) const {
+    static_assert(kPowerOfTwo);
+    RingPosition position;
+    position.at_ = at_ - places;
+    return position;
   }
   // The compiler computes anew what it derived from the position before, instead of keeping it.
   __device__ __forceinline__ void forget_derived() { asm volatile("" : "+r"(at_)); }
