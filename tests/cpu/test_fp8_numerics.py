@@ -8,7 +8,14 @@ import pytest
 import torch
 from flash_attn3 import accuracy
 from support import fp8_model
-from support.fp8_model import attention_exact, attention_model, hadamard, quantize_blocks, to_e4m3
+from support.fp8_model import (
+    attention_exact,
+    attention_model,
+    carried_model,
+    hadamard,
+    quantize_blocks,
+    to_e4m3,
+)
 
 HEADER = Path(__file__).parents[2] / "csrc" / "kernels" / "fp8" / "fp8_traits.h"
 
@@ -40,6 +47,37 @@ def test_error_is_flat_in_length_with_each_block_promoted(positive):
         never = relative(attention_model(q, k, v, promote_every=10**9)[0], reference)
     assert errors[32768] <= 1.2 * errors[1024]
     assert never > (5 if positive else 1.2) * errors[32768]  # why there is a promotion at all
+
+
+def blocks_a_sum():
+    return int(re.search(r"kCarriedBlocks = (\d+);", HEADER.read_text())[1])
+
+
+def formula(q, k, v):
+    """With P rounded to e4m3, as benchmarks/check_fp8.py judges by."""
+    scores = q.double() @ k.double().T / math.sqrt(q.shape[1])
+    p = torch.exp(scores - scores.amax(1, keepdim=True)) * 2.0**fp8_model.TOP_EXPONENT
+    return to_e4m3(p) @ v.double() / p.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("spread", [1.0, 3.0])
+def test_carried_sums_are_within_the_tolerance(spread):
+    """More blocks a sum are not, where a few keys of a row are much larger than the others."""
+    q, k, v = e4m3_inputs(7, 2048, spread, rows=32, dim=64)
+    reference, _ = attention_exact(q, k, v)
+    allowed = relative(formula(q, k, v), reference)
+    assert relative(carried_model(q, k, v, blocks_a_sum()), reference) <= 1.05 * allowed
+
+
+def test_carried_sums_have_a_flat_error():
+    errors = {}
+    for keys in (1536, 12288):
+        q, k, v = e4m3_inputs(6, keys, rows=8, dim=32)
+        v = to_e4m3(v.abs() + 0.5)
+        reference, _ = attention_exact(q, k, v)
+        errors[keys] = relative(carried_model(q, k, v, blocks_a_sum()), reference)
+    assert errors[12288] <= 1.2 * errors[1536]
+    assert errors[12288] < 0.01
 
 
 def test_lse_and_out_follow_the_exact_ones():

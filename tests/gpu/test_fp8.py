@@ -142,7 +142,33 @@ def test_bits_do_not_depend_on_where_values_are_transposed(d, heads):
     """By `quantize`; as rows by the kernel (2 heads) or ahead of it (32)."""
     q, k, v = half(2, 450, heads, d), half(2, 450, 1, d), half(2, 450, 1, d)
     tiles, rows = (quantize(q, k, v, transpose_v=there) for there in (True, False))
-    assert torch.equal(flash_attn_func(*rows, causal=True), flash_attn_func(*tiles, causal=True))
+    out, of_rows = (flash_attn_func(*x, causal=True) for x in (tiles, rows))
+    if d == 256 and heads == 2:  # another kernel: it sums each block by itself
+        assert relative(of_rows, out) < 0.03
+    else:
+        assert torch.equal(of_rows, out)
+
+
+# Around the ends of six blocks, after which head dim 256 takes O into a mean, and of eight.
+@pytest.mark.parametrize("keys", [1, 767, 768, 769, 1023, 1025, 1536, 1665, 3200])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [1.0, 3.0])
+def test_sums_over_several_blocks(keys, causal, size):
+    """Scales of V from 2^-3 to 2^3, another for each block, and peaked rows."""
+    q, k, v = (size * half(2, 300, 8, 256), half(2, keys, 4, 256), half(2, keys, 4, 256))
+    exponent = torch.arange(keys, device="cuda") // 128 * 5 % 7 - 3
+    v *= torch.exp2(exponent.float())[:, None, None]
+    given = quantize(q, k, v, transpose_v=True)
+    case = Fp8Case(lengths_q=(300, 300), lengths_k=(keys, keys), heads=8, heads_kv=4, d=256,
+                   causal=causal, scales="block", transpose_v=True)
+    check_fp8(case, "cuda", given=given)
+
+
+def test_sums_over_several_blocks_are_the_same_from_run_to_run():
+    given = quantize(half(2, 1000, 4, 256), half(2, 3000, 2, 256), half(2, 3000, 2, 256))
+    first = flash_attn_func(*given, causal=True)
+    for _ in range(5):
+        assert torch.equal(flash_attn_func(*given, causal=True), first)
 
 
 def test_many_short_sequences_and_a_long_one():

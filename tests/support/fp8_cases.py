@@ -120,10 +120,10 @@ def untransposed(tiles):
     return rows.permute(0, 3, 1, 2).flatten(0, 1).view(E4M3).double()
 
 
-def check_fp8(case, device="cpu", poison=False, e4m3_p=True):
-    """One call on fresh inputs. e4m3_p False: judged by bfloat16's rounding of the result alone, as
-    the fallback computes it."""
-    given, descales = case.operands(device, poison)
+def check_fp8(case, device="cpu", poison=False, e4m3_p=True, given=None):
+    """One call, on fresh inputs or given ones without descales. e4m3_p False: judged by bfloat16's
+    rounding of the result alone, as the fallback computes it."""
+    given, descales = case.operands(device, poison) if given is None else (given, {})
     out, lse = case.call(*given, **descales)
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
     q, k, v = (t.nan_to_num(nan=0.0) for t in case.real(given, descales, device))
