@@ -80,6 +80,30 @@ def test_carried_sums_have_a_flat_error():
     assert errors[12288] < 0.01
 
 
+def one_large_scale(exponent):
+    """Errors of what the other blocks add to columns in which the block of the large scale is 0:
+    of the carried sums, and of the formula. It comes into a sum after the first mean."""
+    q, k, v = e4m3_inputs(8, 2048, rows=16, dim=32)
+    v = to_e4m3(64 * v)  # as a block's scale leaves it
+    v_scale = torch.ones(16)
+    v_scale[7], v[7 * 128:8 * 128] = 2.0**exponent, 0.0
+    v[7 * 128 + 5, 3] = 400.0
+    real = v.double() * v_scale.double().repeat_interleave(128)[:, None]
+    columns = torch.arange(32) != 3
+    reference = attention_exact(q, k, real)[0][:, columns]
+    carried = carried_model(q, k, v, blocks_a_sum(), v_scale=v_scale)[:, columns]
+    return relative(carried, reference), relative(formula(q, k, real)[:, columns], reference)
+
+
+def test_range_of_the_mean_in_fp16():
+    """docs/fp8.md: scales of V that are up to 2^20 apart cost nothing; at 2^30 fp16 has lost what
+    the smaller ones had."""
+    for exponent in (0, 10, 20):
+        got, allowed = one_large_scale(exponent)
+        assert got <= 1.1 * allowed
+    assert one_large_scale(30)[0] > 0.2
+
+
 def test_lse_and_out_follow_the_exact_ones():
     q, k, v = e4m3_inputs(1, 1000)
     scales = torch.tensor([1.0, 0.5, 2.0, 0.25, 1.0, 1.0, 3.0, 0.125])

@@ -38,7 +38,7 @@ def tensor_unit_sum(p, v, start):
 def tensor_unit_products(p, v, start):
     """The same as the unit was found to do it: each product is cut, by the largest of a step's.
 
-    Errors measured at head dim 256 agree within 3 % (docs/tuning-log.md).
+    Errors measured at head dim 256 agree within 3 % (docs/fp8.md, "Sums").
     """
     total = start
     for k in range(0, p.shape[-1], 32):
@@ -48,28 +48,36 @@ def tensor_unit_products(p, v, start):
     return total
 
 
-def carried_model(q, k, v, blocks_a_sum, mean_dtype=torch.float16):
+def carried_model(q, k, v, blocks_a_sum, mean_dtype=torch.float16, v_scale=None):
     """One head as csrc/kernels/fp8/fp8_carried_consumer.h has it: O and the sums of rows are the
-    tensor unit's over some blocks, then go into a mean. Scales of V are 1."""
+    tensor unit's over some blocks, then go into a mean; O's unit is the newest block's v_scale."""
     sq, sk = q.shape[0], k.shape[0]
     last = -(-sk // KEYS) - 1
+    v_scale = torch.ones(last + 1) if v_scale is None else v_scale
     reference = torch.full((sq, 1), -3.4e38, dtype=torch.float64)
     with_ones = torch.cat([v.double(), torch.ones(sk, 1, dtype=torch.float64)], 1)
-    part = torch.zeros(sq, v.shape[1] + 1, dtype=torch.float64)
+    # O, the sums of rows, and the same in O's units of V, which bound it.
+    part, bound = torch.zeros(sq, v.shape[1] + 1, dtype=torch.float64), torch.zeros_like(reference)
     mean, weight = torch.zeros(sq, v.shape[1], dtype=torch.float64), torch.zeros_like(reference)
+    sums = torch.zeros_like(reference)
     for n in range(last, -1, -1):
         keys = slice(n * KEYS, min(sk, (n + 1) * KEYS))
         x = q.double() @ k[keys].double().T / math.sqrt(q.shape[1]) / math.log(2)
         after = torch.maximum(reference, x.amax(1, keepdim=True) - TOP_EXPONENT)
         factor, reference = torch.exp2(reference - after), after
-        part, weight = part * factor, weight * factor
+        carry = float(v_scale[min(n + 1, last)] / v_scale[n])
+        part, sums = part * factor, sums * factor
+        bound, weight = bound * factor * carry, weight * factor * carry
+        part[:, :-1] *= carry
+        before = part[:, -1:]
         part = tensor_unit_products(to_e4m3(torch.exp2(x - reference)), with_ones[keys], part)
+        bound = bound + part[:, -1:] - before
         if n % blocks_a_sum == 0 and n > 0:
-            more = part[:, -1:]
-            old = (weight / (weight + more)).to(mean_dtype).double()
-            mean = (mean * old + (1 - old) * part[:, :-1] / more).to(mean_dtype).double()
-            part, weight = torch.zeros_like(part), weight + more
-    return (mean * weight + part[:, :-1]) / (weight + part[:, -1:])
+            old = (weight / (weight + bound)).to(mean_dtype).double()
+            mean = (mean * old + (1 - old) * part[:, :-1] / bound).to(mean_dtype).double()
+            weight, sums = weight + bound, sums + part[:, -1:]
+            part, bound = torch.zeros_like(part), torch.zeros_like(bound)
+    return (mean * weight + part[:, :-1]) * float(v_scale[0]) / (sums + part[:, -1:])
 
 
 def attention_model(q, k, v, score_scale=None, q_scale=1.0, k_scale=None, v_scale=None,
