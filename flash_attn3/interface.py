@@ -285,6 +285,10 @@ def flash_attn_qkvpacked_func(
             raise ValueError(
                 f"num_heads_q is {num_heads_q}; expected qkv's {qkv.shape[2]} heads less an even "
                 "number of KV heads")
+        if num_heads_q % (rest // 2):
+            raise ValueError(
+                f"num_heads_q is {num_heads_q}; expected a multiple of {rest // 2}, the KV heads "
+                f"that it leaves of qkv's {qkv.shape[2]} heads")
     q, k, v = unpacked(qkv, num_heads_q)
     options = _prepare(
         q, k, v, None, None, None, None, None, None, softmax_scale, causal, None, q_descale,

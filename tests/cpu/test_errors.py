@@ -97,6 +97,8 @@ def test_packed():
         flash_attn3.flash_attn_qkvpacked_func(x(1, 4, 6, 16))
     with pytest.raises(ValueError, match="num_heads_q"):
         flash_attn3.flash_attn_qkvpacked_func(x(1, 4, 6, 16), num_heads_q=3)
+    with pytest.raises(ValueError, match="num_heads_q is 3; expected a multiple of 2"):
+        flash_attn3.flash_attn_qkvpacked_func(x(1, 4, 7, 16), num_heads_q=3)
     with pytest.raises(ValueError, match="qkv"):
         flash_attn3.flash_attn_qkvpacked_func(x(1, 4, 2, 2, 16))
 

@@ -363,6 +363,7 @@ def test_what_the_kernels_do_not_cover_goes_to_pytorch(stand_in, kind):
     ((2, 6, 8, 16), 0, "num_heads_q is 0"),
     ((2, 6, 8, 16), 3, "num_heads_q is 3"),
     ((2, 6, 8, 16), 8, "num_heads_q is 8"),
+    ((2, 6, 7, 16), 3, "num_heads_q is 3; expected a multiple of 2"),
 ])
 def test_operator_names_the_wrong_argument(shape, heads, words):
     """In a direct call; those of the public function are in test_errors.py."""
