@@ -28,7 +28,6 @@ from .quantized import Quantized, QuantizedQKV
 ROWS = 1024  # queries of a head that are compared at a time
 P_TOP = 2.0**8  # what the kernel's largest probability of a row becomes in e4m3
 KEYS = e4m3.VALUE_BLOCK
-CODED_DIM = 128  # V has no more columns where the kernels make half of P by its code (fp8_codes.h)
 
 Scheme = Callable[[Tensor, Tensor, Tensor], QuantizedQKV]
 
@@ -53,6 +52,15 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 
+def is_coded(parts: QuantizedQKV) -> bool:
+    """Whether the kernel of these head dims makes half of P by its code (fp8_codes.h): where the
+    tensor unit adds up P, as fp8_config.h says. V with scales of blocks comes to it transposed."""
+    q, _, v = parts
+    d, dv = q.data.shape[-1], v.data.shape[2 if v.transposed else -1]
+    transposed = v.transposed or v.block != 0
+    return max(d, dv) <= 128 or transposed and (d > 192 or dv > 128)
+
+
 def by_code(exponents: Tensor) -> Tensor:
     """2^x in e4m3 by its code, which is nearly linear in x: as fp8_codes.h has it. float32."""
     codes = (8 * exponents.float() + 55.548).clamp(min=0).half() + 1024
@@ -61,8 +69,9 @@ def by_code(exponents: Tensor) -> Tensor:
 
 def emulated(parts: QuantizedQKV, scale: Optional[float] = None) -> Tensor:
     """The kernel's arithmetic on the scores of quantised q, k, v, dense and without a mask: blocks
-    of 128 keys from the last on, P rounded to e4m3 relative to its row's maximum so far, half of
-    it by its code in all blocks but the first. bfloat16.
+    of 128 keys from the last on, P rounded to e4m3 relative to its row's maximum so far, and
+    where the kernel does so (is_coded) half of it by its code in all blocks but the first.
+    bfloat16.
     """
     q, k, v = parts
     lead_q, lead_k = q.data.shape[:2], k.data.shape[:2]
@@ -73,6 +82,7 @@ def emulated(parts: QuantizedQKV, scale: Optional[float] = None) -> Tensor:
     group = qf.shape[1] // kf.shape[1]
     kf, vf = (t.repeat_interleave(group, dim=1) for t in (kf, vf))
     scale = 1.0 / math.sqrt(qf.shape[-1]) if scale is None else scale
+    coded_half = is_coded(parts)
     top = qf.new_full(qf.shape[:-1] + (1,), -math.inf)
     total, out = torch.zeros_like(top), qf.new_zeros(qf.shape[:-1] + (vf.shape[-1],))
     for start in range((kf.shape[2] - 1) // KEYS * KEYS, -1, -KEYS):
@@ -82,7 +92,7 @@ def emulated(parts: QuantizedQKV, scale: Optional[float] = None) -> Tensor:
         decay = torch.exp(top - new_top)
         p = torch.exp(scores - new_top) * P_TOP
         rounded = p.to(e4m3.E4M3).float()
-        if vf.shape[-1] <= CODED_DIM:
+        if coded_half:
             if not top.isneginf().all():
                 coded = torch.arange(p.shape[-1], device=p.device) % 32 >= 16
                 rounded = torch.where(coded, by_code(p.log2()), rounded)

@@ -1,6 +1,7 @@
 """python -m flash_attn3.accuracy and examples/fp8_activations.py, emulated."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -35,6 +36,25 @@ def test_emulation_has_the_error_of_rounded_probabilities(options):
     assert got.dtype == torch.bfloat16
     assert 0.8 < relative(got, want) / relative(rounded, want) < 1.15
     assert relative(flash_attn_func(*parts), want) < 0.3 * relative(got, want)  # P as it is
+
+
+@pytest.mark.parametrize("d, dv, options, coded", [
+    (64, 64, dict(), True), (128, 96, dict(), True), (64, 128, dict(block=None), True),
+    (192, 128, dict(), False), (160, 64, dict(transpose_v=True), False),
+    (256, 256, dict(), True), (256, 64, dict(transpose_v=True), True), (64, 192, dict(), True),
+    (256, 256, dict(block=None), False)], ids=str)
+def test_p_is_made_by_code_where_the_tensor_unit_adds_it_up(monkeypatch, d, dv, options, coded):
+    """fp8_config.h: all schedules but those with RowSums::kExact."""
+    text = (ROOT / "csrc/kernels/fp8/fp8_config.h").read_text()
+    schedules = re.findall(r"struct Fp8(\w*)ScheduleOf<(\d+), (\d+)> {(.*?)};", text, re.DOTALL)
+    exact = {(kind, int(a), int(b)) for kind, a, b, body in schedules if "kExact" in body}
+    assert len(schedules) == 5 and exact == {("", 192, 128), ("", 256, 256)}
+    calls = []
+    by_code = accuracy.by_code
+    monkeypatch.setattr(accuracy, "by_code", lambda x: calls.append(x) or by_code(x))
+    q, k, v = (torch.randn(1, n, 1, dim).bfloat16() for n, dim in ((4, d), (200, d), (200, dv)))
+    out = accuracy.emulated(quantize(q, k, v, **options))
+    assert out.shape == (1, 4, 1, dv) and len(calls) == int(coded)  # of two blocks the second
 
 
 def small(**changes):
