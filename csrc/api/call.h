@@ -52,8 +52,8 @@ inline std::array<Tensor, 3> unpacked(const Tensor& qkv, int64_t num_heads_q) {
   TORCH_CHECK_VALUE(num_heads_q >= 1 && rest >= 2 && rest % 2 == 0, "num_heads_q is ", num_heads_q,
                     "; expected qkv's ", qkv.size(2), " heads less an even number of KV heads");
   TORCH_CHECK_VALUE(num_heads_q % (rest / 2) == 0, "num_heads_q is ", num_heads_q,
-                    "; expected a multiple of ", rest / 2, ", the KV heads that it leaves of qkv's ",
-                    qkv.size(2), " heads");
+                    "; expected a multiple of ", rest / 2,
+                    ", the KV heads that it leaves of qkv's ", qkv.size(2), " heads");
   return {qkv.narrow(2, 0, num_heads_q), qkv.narrow(2, num_heads_q, rest / 2),
           qkv.narrow(2, num_heads_q + rest / 2, rest / 2)};
 }
