@@ -32,6 +32,7 @@ struct Fp8CarriedConsumer : Fp8Consumer<T> {
   using Base::warpgroup;
 
   static_assert(T::kTensorSums && T::kStagedOut && !T::kQueryInRegisters && T::kQueryStages == 1);
+  static_assert(!T::kTransposes, "the ones of the row sums lie where V as rows would");
   static_assert(T::kOutBytes == 128 * kOutputs * 2, "the mean lies where O is staged");
 
   struct Stream : Base::Stream {
