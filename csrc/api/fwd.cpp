@@ -1,8 +1,8 @@
 // flash_attn3::fwd, fwd_out and fwd_qkvpacked on CUDA: tensors -> FwdParams -> flash_attn3_fwd.
 //
 // Host time counts here: a small call is meant to take under 15 us in all. So nothing on the usual
-// path goes through the dispatcher, outputs come straight from the caching allocator, and device
-// properties are the ones that ATen caches.
+// path goes through the dispatcher (but the slices of a packed call), outputs come straight from
+// the caching allocator, and device properties are the ones that ATen caches.
 #include <algorithm>
 #include <cmath>
 

@@ -212,7 +212,7 @@ def test_the_schedules_were_found():
 def test_every_tile_is_computed_once_whatever_the_order(schedule, transposes, ahead):
     name, consumers, k, raw, v, q, in_registers, order, turns = schedule
     if transposes and "transposed" in name:
-        return  # V comes as it is
+        pytest.skip("V comes as it is")
     for number, tiles in enumerate(tile_lists()):
         for seed in range(2):
             random.seed(1000 * number + seed)

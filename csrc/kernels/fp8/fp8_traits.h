@@ -14,7 +14,8 @@ namespace flash_attn3 {
 constexpr int kTopExponent = 8;
 
 // Where P V of a block is summed. The tensor unit keeps about 13 bits of a sum and cuts off the
-// rest, so that only one block's sum is left to it: O adds them up in fp32 by ordinary arithmetic.
+// rest, so that only one block's sum is left to it, or a few: O adds them up in fp32 by ordinary
+// arithmetic.
 enum class Promotion {
   kWhole,   // in registers of their own, as many as O has; P V runs under the next softmax
   kChunks,  // part of the columns at a time in the registers that hold scores otherwise
