@@ -103,7 +103,7 @@ QuantizeInput quantize_input(const Tensor& x, const OptionalTensor& cu_seqlens,
   const auto device = x.device();
   check_cuda_tensor(x, "x", device);
   const auto dtype = x.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16, "x has dtype ", dtype,
+  TORCH_CHECK_TYPE(is_half(dtype), "x has dtype ", dtype,
                    "; expected torch.float16 or torch.bfloat16");
   QuantizeInput in;
   in.ragged = cu_seqlens.has_value();

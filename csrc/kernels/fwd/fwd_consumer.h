@@ -507,10 +507,10 @@ struct FwdConsumer {
 
   __device__ __forceinline__ void run() { run(*this); }
 
-  // Of the newest tile's plain blocks, the last.
+  // Of the newest tile's plain blocks, the last that a plain step may take.
   __device__ __forceinline__ int plain_end() const {
-    const TileInfo& tile = shared.tiles[newest.slot()];
-    return larger(tile.n_begin, tile.plain[warpgroup].begin);
+    const TileInfo& tile = shared.tiles[tile_slot()];
+    return larger(tile.n_begin + kLeaveLast, tile.plain[warpgroup].begin);
   }
 
   // Self has the steps: this struct, or one that derives from it.
@@ -541,7 +541,7 @@ struct FwdConsumer {
         if constexpr (T::kCarried) {  // no register to keep the end in
           for (; newest.n >= plain_end(); --newest.n) self.template step<true>(t);
         } else {
-          const int end = larger(tile.n_begin + kLeaveLast, tile.plain[warpgroup].begin);
+          const int end = plain_end();
           for (; newest.n >= end; --newest.n) self.template step<true>(t);
         }
         if (newest.n >= (T::kCarried ? shared.tiles[newest.slot()].n_begin : tile.n_begin)) {
