@@ -257,6 +257,12 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.options = (max_seqlen_q, max_seqlen_k, *inputs[9:])
 
 
+def _options_of_backward(ctx) -> list:
+    options = list(ctx.options)
+    options[-2] = options[-2] or torch.are_deterministic_algorithms_enabled()
+    return options
+
+
 def _backward(ctx, dout, dlse):
     q, k, v, *lengths, out, lse = ctx.saved_tensors
     nothing = (None,) * (len(lengths) + len(ctx.options))
@@ -264,9 +270,8 @@ def _backward(ctx, dout, dlse):
         return (None, None, None, *nothing)
     if dout is None:
         dout = torch.zeros_like(out)
-    options = list(ctx.options)
-    options[-2] = options[-2] or torch.are_deterministic_algorithms_enabled()
-    grads = torch.ops.flash_attn3.bwd(dout, dlse, q, k, v, out, lse, *lengths, *options)
+    grads = torch.ops.flash_attn3.bwd(
+        dout, dlse, q, k, v, out, lse, *lengths, *_options_of_backward(ctx))
     return (*grads, *nothing)
 
 
@@ -283,9 +288,9 @@ def _backward_qkvpacked(ctx, dout, dlse):
         return (None, *nothing)
     if dout is None:
         dout = torch.zeros_like(out)
-    options = list(ctx.options)
-    options[-2] = options[-2] or torch.are_deterministic_algorithms_enabled()
-    return torch.ops.flash_attn3.bwd_qkvpacked(dout, dlse, qkv, out, lse, *options), *nothing
+    dqkv = torch.ops.flash_attn3.bwd_qkvpacked(
+        dout, dlse, qkv, out, lse, *_options_of_backward(ctx))
+    return dqkv, *nothing
 
 
 def _no_second_derivative(ctx, *grads):
