@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 from op_cases import check_against_reference, dense, int32
 from support.cases import Case
 from support.compare import check_case, check_close
+from support.graphs import capture
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -447,15 +448,7 @@ def test_training_step_in_a_cuda_graph():
         out.float().square().mean().backward()
         optimizer.step()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step, warm_ups=3)
     start = {name: p.detach().clone() for name, p in layer.named_parameters()}
     batches = [torch.randn_like(x) for _ in range(4)]
     results = []

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.cases import Case
 from support.compare import check_forward
+from support.graphs import capture
 
 import flash_attn3
 import reference
@@ -185,14 +186,7 @@ def test_graph_replay_with_other_values_and_lengths(ragged):
                 q, k, v, cu, cu, 300, 300, causal=True, return_attn_probs=True)
         return case.call(q, k, v)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = call()
+    graph, (out, lse) = capture(call)
     for split in (100, 0, 300, 7):
         if ragged:
             cu[1] = split

@@ -10,6 +10,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
+from support.graphs import capture
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -233,19 +234,6 @@ def test_activation_checkpointing(compiled):
 
 
 # ---- CUDA graphs ---------------------------------------------------------------------------------
-
-
-def capture(function):
-    """A graph of one call, warmed up on a stream of its own as torch asks for."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = function()
-    return graph, result
 
 
 def test_dense_call_replays_on_new_inputs():

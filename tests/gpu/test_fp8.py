@@ -8,6 +8,7 @@ if not torch.cuda.is_available():
 
 from support.cases import MASKS
 from support.fp8_cases import E4M3, Fp8Case, check_fp8
+from support.graphs import capture
 from torch.library import opcheck
 
 import flash_attn3
@@ -469,13 +470,7 @@ def test_captured_in_a_graph():
                                     return_attn_probs=True)
         return *dense, flash_attn_fp8_varlen_func(*flat, cu, cu, 250, 250, block=64)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = work()
+    graph, captured = capture(work)
     q.copy_(half(2, 200, 4, 64))
     graph.replay()
     for got, want in zip(captured, work()):

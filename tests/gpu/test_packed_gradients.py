@@ -13,6 +13,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
+from support.graphs import capture
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -348,14 +349,7 @@ def test_forward_and_backward_captured_together():
     def both():
         return torch.autograd.grad(attend(qkv)[0], qkv, dout)[0]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        both()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = both()
+    graph, captured = capture(both)
     for _ in range(3):
         with torch.no_grad():
             qkv.normal_()
