@@ -28,6 +28,7 @@ from .quantized import Quantized, QuantizedQKV
 ROWS = 1024  # queries of a head that are compared at a time
 P_TOP = 2.0**8  # what the kernel's largest probability of a row becomes in e4m3
 KEYS = e4m3.VALUE_BLOCK
+SHORT_KEYS = 8 * KEYS  # kShortBlocks of fp8_traits.h
 
 Scheme = Callable[[Tensor, Tensor, Tensor], QuantizedQKV]
 
@@ -55,10 +56,11 @@ SCHEMES: dict[str, Scheme] = {
 def is_coded(parts: QuantizedQKV) -> bool:
     """Whether the kernel of these head dims makes half of P by its code (fp8_codes.h): where the
     tensor unit adds up P, as fp8_config.h says. V with scales of blocks comes to it transposed."""
-    q, _, v = parts
+    q, k, v = parts
     d, dv = q.data.shape[-1], v.data.shape[2 if v.transposed else -1]
     transposed = v.transposed or v.block != 0
-    return max(d, dv) <= 128 or transposed and (d > 192 or dv > 128)
+    short = k.data.shape[1] <= SHORT_KEYS
+    return max(d, dv) <= 128 or (transposed or short) and (d > 192 or dv > 128)
 
 
 def by_code(exponents: Tensor) -> Tensor:

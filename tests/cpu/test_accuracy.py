@@ -42,19 +42,24 @@ def test_emulation_has_the_error_of_rounded_probabilities(options):
     (64, 64, dict(), True), (128, 96, dict(), True), (64, 128, dict(block=None), True),
     (192, 128, dict(), False), (160, 64, dict(transpose_v=True), False),
     (256, 256, dict(), True), (256, 64, dict(transpose_v=True), True), (64, 192, dict(), True),
-    (256, 256, dict(block=None), False)], ids=str)
-def test_p_is_made_by_code_where_the_tensor_unit_adds_it_up(monkeypatch, d, dv, options, coded):
+    (256, 256, dict(block=None), True)], ids=str)
+@pytest.mark.parametrize("keys", [200, 1025])
+def test_p_is_made_by_code_where_the_tensor_unit_adds_it_up(monkeypatch, d, dv, options, coded,
+                                                            keys):
     """fp8_config.h: all schedules but those with RowSums::kExact."""
     text = (ROOT / "csrc/kernels/fp8/fp8_config.h").read_text()
     schedules = re.findall(r"struct Fp8(\w*)ScheduleOf<(\d+), (\d+)> {(.*?)};", text, re.DOTALL)
     exact = {(kind, int(a), int(b)) for kind, a, b, body in schedules if "kExact" in body}
-    assert len(schedules) == 5 and exact == {("", 192, 128), ("", 256, 256)}
+    assert len(schedules) == 6 and exact == {("", 192, 128), ("", 256, 256)}
     calls = []
     by_code = accuracy.by_code
     monkeypatch.setattr(accuracy, "by_code", lambda x: calls.append(x) or by_code(x))
-    q, k, v = (torch.randn(1, n, 1, dim).bfloat16() for n, dim in ((4, d), (200, d), (200, dv)))
+    q, k, v = (torch.randn(1, n, 1, dim).bfloat16() for n, dim in ((4, d), (keys, d), (keys, dv)))
     out = accuracy.emulated(quantize(q, k, v, **options))
-    assert out.shape == (1, 4, 1, dv) and len(calls) == int(coded)  # of two blocks the second
+    if keys > accuracy.SHORT_KEYS:  # V as rows
+        coded = coded and (d, options) != (256, dict(block=None))
+    # Of the blocks all but the first.
+    assert out.shape == (1, 4, 1, dv) and len(calls) == int(coded) * ((keys - 1) // 128)
 
 
 def small(**changes):

@@ -49,8 +49,8 @@ def test_error_is_flat_in_length_with_each_block_promoted(positive):
     assert never > (5 if positive else 1.2) * errors[32768]  # why there is a promotion at all
 
 
-def blocks_a_sum():
-    return int(re.search(r"kCarriedBlocks = (\d+);", HEADER.read_text())[1])
+def blocks_a_sum(kind="Carried"):
+    return int(re.search(rf"k{kind}Blocks = (\d+);", HEADER.read_text())[1])
 
 
 def formula(q, k, v):
@@ -67,6 +67,30 @@ def test_carried_sums_are_within_the_tolerance(spread):
     reference, _ = attention_exact(q, k, v)
     allowed = relative(formula(q, k, v), reference)
     assert relative(carried_model(q, k, v, blocks_a_sum()), reference) <= 1.05 * allowed
+
+
+@pytest.mark.parametrize("spread", [1.0, 2.0, 3.0, 8.0])
+def test_sums_of_short_calls_are_within_the_tolerance(spread):
+    """With half of P by its code, and rows' sums in two halves: with one they are not."""
+    blocks = blocks_a_sum("Short")
+    q, k, v = e4m3_inputs(0, blocks * fp8_model.KEYS, spread, dim=256)
+    v = v[:, :24]  # the model takes its time
+    reference, _ = attention_exact(q, k, v)
+    allowed = 1.1 * relative(formula(q, k, v), reference)
+    error, of_one = (relative(carried_model(q, k, v, blocks, split=split, coded=accuracy.by_code),
+                              reference) for split in (True, False))
+    assert error <= allowed
+    assert spread != 2.0 or of_one > allowed
+
+
+def test_sums_of_short_calls_where_values_have_one_sign():
+    """The tensor unit cuts O off at most a few times as much as e4m3 does."""
+    blocks = blocks_a_sum("Short")
+    q, k, v = e4m3_inputs(6, blocks * fp8_model.KEYS, rows=32, dim=64)
+    v = to_e4m3(v[:, :24].abs())
+    reference, _ = attention_exact(q, k, v)
+    model = carried_model(q, k, v, blocks, split=True, coded=accuracy.by_code)
+    assert relative(model, reference) < 0.016
 
 
 def test_carried_sums_have_a_flat_error():

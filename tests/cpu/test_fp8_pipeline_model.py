@@ -16,7 +16,7 @@ from test_pipeline_model import Barrier, Kernel, Ring, tile_lists
 
 CONFIG = Path(__file__).parents[2] / "csrc" / "kernels" / "fp8" / "fp8_config.h"
 SCHEDULE = re.compile(
-    r"Fp8(Transposed)?ScheduleOf<(\d+), (\d+)>.*?Fp8Schedule<(\d), (\d), (\d), (\d), (\d),\s*"
+    r"Fp8(Transposed|Short)?ScheduleOf<(\d+), (\d+)>.*?Fp8Schedule<(\d), (\d), (\d), (\d), (\d),\s*"
     r"QuerySource::(\w+),\s*OutPath::\w+,\s*Promotion::(\w+)(?:,\s*RowSums::\w+(?:,\s*(\w+))?)?>",
     re.DOTALL)
 
@@ -24,10 +24,10 @@ SCHEDULE = re.compile(
 def schedules():
     """(name, consumers, K, raw, V and Q stages, Q in registers, how products are issued, turns)."""
     for match in SCHEDULE.finditer(CONFIG.read_text()):
-        transposed, d, dv, *numbers, source, promotion, turns = match.groups()
-        orders = {"kWhole": "both", "kCarried": "carried"}
+        kind, d, dv, *numbers, source, promotion, turns = match.groups()
+        orders = {"kWhole": "both", "kCarried": "carried", "kShort": "carried"}
         order = orders.get(promotion, "early" if dv == "256" else "in turn")
-        name = f"{d},{dv}{' transposed' * bool(transposed)}"
+        name = f"{d},{dv}{' ' + kind.lower() if kind else ''}"
         yield name, *map(int, numbers), source == "kRegisters", order, turns != "false"
 
 
@@ -190,13 +190,13 @@ class Fp8Kernel(Kernel):
 
 def test_the_schedules_were_found():
     assert {name for name, *_ in schedules()} >= {"64,64", "128,128", "256,256",
-                                                    "256,256 transposed"}
+                                                    "256,256 transposed", "256,256 short"}
 
 
-# Where V comes transposed nothing is left to transpose.
+# Where V comes transposed nothing is left to transpose; short calls transpose always.
 @pytest.mark.parametrize("schedule, transposes", [
     (schedule, transposes) for schedule in schedules() for transposes in (True, False)
-    if not (transposes and "transposed" in schedule[0])],
+    if not ("transposed" if transposes else "short") in schedule[0]],
     ids=lambda value: value if isinstance(value, bool) else value[0])
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_every_tile_is_computed_once_whatever_the_order(schedule, transposes, ahead):

@@ -144,7 +144,7 @@ def test_bits_do_not_depend_on_where_values_are_transposed(d, heads):
     q, k, v = half(2, 450, heads, d), half(2, 450, 1, d), half(2, 450, 1, d)
     tiles, rows = (quantize(q, k, v, transpose_v=there) for there in (True, False))
     out, of_rows = (flash_attn_func(*x, causal=True) for x in (tiles, rows))
-    if d == 256 and heads == 2:  # another kernel: it sums each block by itself
+    if d == 256 and heads == 2:  # another kernel, with other sums of rows
         assert relative(of_rows, out) < 0.03
     else:
         assert torch.equal(of_rows, out)
@@ -165,8 +165,33 @@ def test_sums_over_several_blocks(keys, causal, size):
     check_fp8(case, "cuda", given=given)
 
 
-def test_sums_over_several_blocks_are_the_same_from_run_to_run():
-    given = quantize(half(2, 1000, 4, 256), half(2, 3000, 2, 256), half(2, 3000, 2, 256))
+# Up to 1,024 keys, and more.
+@pytest.mark.parametrize("keys", [1, 127, 128, 129, 640, 1000, 1023, 1024, 1025])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("spread", [0, 5])
+def test_sums_over_all_blocks_of_short_calls(keys, causal, size, spread):
+    """V as rows; scales of its blocks all alike, or from 2^-3 to 2^3; and peaked rows."""
+    q, k, v = (size * half(2, 300, 8, 256), half(2, keys, 4, 256), half(2, keys, 4, 256))
+    exponent = torch.arange(keys, device="cuda") // 128 * spread % 7 - (3 if spread else 0)
+    v *= torch.exp2(exponent.float())[:, None, None]
+    given = quantize(q, k, v, transpose_v=False)
+    case = Fp8Case(lengths_q=(300, 300), lengths_k=(keys, keys), heads=8, heads_kv=4, d=256,
+                   causal=causal, scales="block")
+    check_fp8(case, "cuda", given=given)
+
+
+@pytest.mark.parametrize("window", [(0, 0), (130, 0), (300, 200), (770, 0), (800, 0)], ids=str)
+def test_windows_of_few_blocks_in_long_calls(window):
+    """Up to eight blocks a tile, and more; whether V is transposed ahead makes no difference."""
+    check_fp8(Fp8Case(lengths_q=(2300,), lengths_k=(2300,), heads=2, heads_kv=2, d=256,
+                      window=window, **SCALES["head"]), "cuda")
+
+
+@pytest.mark.parametrize("keys, transpose_v", [(3000, True), (1000, False)])
+def test_sums_over_several_blocks_are_the_same_from_run_to_run(keys, transpose_v):
+    given = quantize(half(2, 1000, 4, 256), half(2, keys, 2, 256), half(2, keys, 2, 256),
+                     transpose_v=transpose_v)
     first = flash_attn_func(*given, causal=True)
     for _ in range(5):
         assert torch.equal(flash_attn_func(*given, causal=True), first)

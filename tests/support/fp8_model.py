@@ -48,16 +48,22 @@ def tensor_unit_products(p, v, start):
     return total
 
 
-def carried_model(q, k, v, blocks_a_sum, mean_dtype=torch.float16, v_scale=None):
+def carried_model(q, k, v, blocks_a_sum, mean_dtype=torch.float16, v_scale=None, split=False,
+                  coded=None):
     """One head as csrc/kernels/fp8/fp8_carried_consumer.h has it: O and the sums of rows are the
-    tensor unit's over some blocks, then go into a mean; O's unit is the newest block's v_scale."""
+    tensor unit's over some blocks, then go into a mean; O's unit is the newest block's v_scale.
+    split: a row's sum is that of two, of 16 keys of every 32 each. coded: as in
+    attention_model."""
     sq, sk = q.shape[0], k.shape[0]
     last = -(-sk // KEYS) - 1
     v_scale = torch.ones(last + 1) if v_scale is None else v_scale
     reference = torch.full((sq, 1), -3.4e38, dtype=torch.float64)
-    with_ones = torch.cat([v.double(), torch.ones(sk, 1, dtype=torch.float64)], 1)
+    even = torch.arange(sk)[:, None] % 32 < 16
+    ones = [even.double(), (~even).double()] if split else [torch.ones(sk, 1, dtype=torch.float64)]
+    with_ones, dim = torch.cat([v.double(), *ones], 1), v.shape[1]
     # O, the sums of rows, and the same in O's units of V, which bound it.
-    part, bound = torch.zeros(sq, v.shape[1] + 1, dtype=torch.float64), torch.zeros_like(reference)
+    part = torch.zeros(sq, with_ones.shape[1], dtype=torch.float64)
+    bound = torch.zeros_like(reference)
     mean, weight = torch.zeros(sq, v.shape[1], dtype=torch.float64), torch.zeros_like(reference)
     sums = torch.zeros_like(reference)
     for n in range(last, -1, -1):
@@ -68,16 +74,21 @@ def carried_model(q, k, v, blocks_a_sum, mean_dtype=torch.float16, v_scale=None)
         carry = float(v_scale[min(n + 1, last)] / v_scale[n])
         part, sums = part * factor, sums * factor
         bound, weight = bound * factor * carry, weight * factor * carry
-        part[:, :-1] *= carry
-        before = part[:, -1:]
-        part = tensor_unit_products(to_e4m3(torch.exp2(x - reference)), with_ones[keys], part)
-        bound = bound + part[:, -1:] - before
+        part[:, :dim] *= carry
+        p = to_e4m3(torch.exp2(x - reference))
+        if coded is not None and n < last:
+            by_code = torch.arange(p.shape[1]) % 32 >= 16
+            p = torch.where(by_code, coded(x - reference).double(), p)
+        before = part[:, dim:].sum(1, keepdim=True)
+        part = tensor_unit_products(p, with_ones[keys], part)
+        bound = bound + part[:, dim:].sum(1, keepdim=True) - before
         if n % blocks_a_sum == 0 and n > 0:
             old = (weight / (weight + bound)).to(mean_dtype).double()
-            mean = (mean * old + (1 - old) * part[:, :-1] / bound).to(mean_dtype).double()
-            weight, sums = weight + bound, sums + part[:, -1:]
+            mean = (mean * old + (1 - old) * part[:, :dim] / bound).to(mean_dtype).double()
+            weight, sums = weight + bound, sums + part[:, dim:].sum(1, keepdim=True)
             part, bound = torch.zeros_like(part), torch.zeros_like(bound)
-    return (mean * weight + part[:, :-1]) * float(v_scale[0]) / (sums + part[:, -1:])
+    sums = sums + part[:, dim:].sum(1, keepdim=True)
+    return (mean * weight + part[:, :dim]) * float(v_scale[0]) / sums
 
 
 def attention_model(q, k, v, score_scale=None, q_scale=1.0, k_scale=None, v_scale=None,

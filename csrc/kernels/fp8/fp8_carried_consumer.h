@@ -4,6 +4,8 @@
 // The tensor unit keeps about 13 bits of a sum, so O holds no more than kCarriedBlocks blocks. Then
 // it goes into the tile's mean, which lies in shared memory in fp16, and starts from zero again. A
 // mean of V's values, weighted by P and by their blocks' scales, is never larger than they are.
+//
+// Tiles of few blocks need no mean (Promotion::kShort), which leaves room to transpose V.
 #pragma once
 
 #include "kernels/fp8/fp8_consumer.h"
@@ -31,13 +33,14 @@ struct Fp8CarriedConsumer : Fp8Consumer<T> {
   using Base::take_turn;
   using Base::warpgroup;
 
-  static_assert(T::kTensorSums && T::kStagedOut && !T::kQueryInRegisters && T::kQueryStages == 1);
-  static_assert(!T::kTransposes, "the ones of the row sums lie where V as rows would");
-  static_assert(T::kOutBytes == 128 * kOutputs * 2, "the mean lies where O is staged");
+  static_assert(T::kTensorSums && !T::kQueryInRegisters && T::kQueryStages == 1);
+  static_assert(!T::kHasMean || (T::kStagedOut && !T::kTransposes));
+  static_assert(!T::kHasMean || T::kOutBytes == 128 * kOutputs * 2,
+                "the mean lies where O is staged");
 
   struct Stream : Base::Stream {
     // Of P, by the tensor unit: of row h the sum, which belongs to O's reference, and the same in
-    // O's units of V, by which O is bounded.
+    // O's units of V, by which O is bounded; or, of kSplitSums, the sum's halves.
     float sums[4];
     // The same of the mean's blocks: a quad's threads hold one each, for want of registers.
     float of_mean;
@@ -66,12 +69,12 @@ struct Fp8CarriedConsumer : Fp8Consumer<T> {
   }
 
   __device__ __forceinline__ static bool last_of_sum(int n) {
-    return uint32_t(n) % kCarriedBlocks == 0;
+    return T::kHasMean && uint32_t(n) % kCarriedBlocks == 0;
   }
 
   // Whether there is a mean when the sum that block n belongs to ends.
   __device__ __forceinline__ static bool has_mean(const TileInfo& tile, int n) {
-    return uint32_t(tile.n_end - 1) / kCarriedBlocks != uint32_t(n) / kCarriedBlocks;
+    return T::kHasMean && uint32_t(tile.n_end - 1) / kCarriedBlocks != uint32_t(n) / kCarriedBlocks;
   }
 
   // --- products ---------------------------------------------------------------------------------
@@ -105,7 +108,7 @@ struct Fp8CarriedConsumer : Fp8Consumer<T> {
     pin_registers(t.sums);
     wgmma_fence();
     issue_pv_transposed_at<T::kHeadDimV, T::kBlockN>(t.p, v, t.o, accumulate);
-    issue_pv_transposed<8, T::kBlockN>(t.p, shared_address(shared.v_raw[0]), t.sums, accumulate);
+    issue_pv_transposed<8, T::kBlockN>(t.p, shared_address(shared.ones()), t.sums, accumulate);
     wgmma_commit();
   }
 
@@ -132,7 +135,7 @@ struct Fp8CarriedConsumer : Fp8Consumer<T> {
             if (i / 2 % 2 == h) t.o[i] *= by;
           }
           t.sums[2 * h] *= factor[h];
-          t.sums[2 * h + 1] *= by;
+          t.sums[2 * h + 1] *= T::kSplitSums ? factor[h] : by;
         }
       }
     }
@@ -220,8 +223,8 @@ struct Fp8CarriedConsumer : Fp8Consumer<T> {
 
   // O and the sums of all blocks of a tile.
   __device__ __forceinline__ void add_mean(Stream& t, const Place& last) {
-    t.rows.sum[0] = t.sums[0];
-    t.rows.sum[1] = t.sums[2];
+    t.rows.sum[0] = T::kSplitSums ? t.sums[0] + t.sums[1] : t.sums[0];
+    t.rows.sum[1] = T::kSplitSums ? t.sums[2] + t.sums[3] : t.sums[2];
     if (!has_mean(last.tile, last.n)) return;
     t.rows.sum[0] += of_quad(t.of_mean, 0);
     t.rows.sum[1] += of_quad(t.of_mean, 2);

@@ -40,4 +40,13 @@ struct Fp8TransposedScheduleOf<256, 256> {
       Fp8Schedule<2, 2, 1, 2, 1, QuerySource::kShared, OutPath::kStaged, Promotion::kCarried>;
 };
 
+// Where V lies as rows and no tile has more than kShortBlocks blocks.
+template <int kHeadDim, int kHeadDimV>
+struct Fp8ShortScheduleOf;
+template <>
+struct Fp8ShortScheduleOf<256, 256> {
+  using Type =
+      Fp8Schedule<2, 2, 2, 2, 1, QuerySource::kShared, OutPath::kDirect, Promotion::kShort>;
+};
+
 }  // namespace flash_attn3

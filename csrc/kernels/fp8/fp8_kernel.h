@@ -37,8 +37,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     constexpr int kPlaces = T::kCarried ? 1 : T::kValueStages;
     constexpr uint32_t kOnes = 0x38383838u;
     for (int i = threadIdx.x; i < kPlaces * kWords; i += T::kThreads) {
-      uint8_t* place = T::kCarried ? shared.v_raw[0] : shared.v[i / kWords] + T::kValueBytes;
-      reinterpret_cast<uint4*>(place)[i % kWords] = make_uint4(kOnes, kOnes, kOnes, kOnes);
+      uint8_t* place = T::kCarried ? shared.ones() : shared.v[i / kWords] + T::kValueBytes;
+      // Split, even columns have the ones of each step's first 16 slots, odd ones of the others.
+      const uint32_t word = T::kSplitSums && i % 2 == 1 ? 0 : kOnes;
+      reinterpret_cast<uint4*>(place)[i % kWords] = make_uint4(word, word, word, word);
     }
     fence_shared_to_async_proxy();
   }

@@ -1,6 +1,7 @@
 // Fp8Params to a launch of one compiled e4m3 forward kernel. Included by the instantiations alone.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "host/fp8_dispatch.h"
@@ -78,13 +79,9 @@ Status launch_fp8(const Fp8Params& in, const DeviceInfo& device, cudaStream_t st
   return launch_kernel<T>(fp8_fwd_kernel<T>, params, grid, in.fwd.sm_margin, stream);
 }
 
-template <int kHeadDim, int kHeadDimV, ValueSource kValueSource>
-Status launch_fp8_from(const Fp8Params& in, const DeviceInfo& device, cudaStream_t stream,
-                       FwdPlan* plan) {
-  using Rows = Fp8ScheduleOf<kHeadDim, kHeadDimV>;
-  using Transposed = Fp8TransposedScheduleOf<kHeadDim, kHeadDimV>;
-  using Schedule =
-      typename std::conditional_t<kValueSource == ValueSource::kTransposed, Transposed, Rows>::Type;
+template <int kHeadDim, int kHeadDimV, ValueSource kValueSource, class Schedule>
+Status launch_fp8_by(const Fp8Params& in, const DeviceInfo& device, cudaStream_t stream,
+                     FwdPlan* plan) {
   if constexpr (!Schedule::kTensorSums || Schedule::kConsumers == 3) {
     constexpr auto kSums = Schedule::kTensorSums ? LseSums::kAsked : LseSums::kExact;
     return launch_fp8<Fp8Traits<kHeadDim, kHeadDimV, kValueSource, Schedule, kSums>>(in, device,
@@ -98,13 +95,41 @@ Status launch_fp8_from(const Fp8Params& in, const DeviceInfo& device, cudaStream
   }
 }
 
+template <class Schedules, class = void>
+struct IsSchedule : std::false_type {};
+template <class Schedules>
+struct IsSchedule<Schedules, std::void_t<typename Schedules::Type>> : std::true_type {};
+
+// Blocks that a tile can have at most.
+inline int64_t most_blocks(const FwdParams& in, int block_m) {
+  constexpr int64_t kKeys = ValueLayout::kKeys;
+  int64_t blocks = blocks_for(in.max_seqlen_k, kKeys);
+  if (in.window_left >= 0 && in.window_right >= 0) {
+    const int64_t keys = int64_t(in.window_left) + in.window_right + block_m;
+    blocks = std::min(blocks, (keys + kKeys - 2) / kKeys + 1);  // that begin anywhere in a block
+  }
+  return blocks;
+}
+
 template <int kHeadDim, int kHeadDimV>
 Status launch_fp8_of(const Fp8Params& in, const DeviceInfo& device, cudaStream_t stream,
                      FwdPlan* plan) {
-  return in.v_transposed != 0
-             ? launch_fp8_from<kHeadDim, kHeadDimV, ValueSource::kTransposed>(in, device, stream,
-                                                                              plan)
-             : launch_fp8_from<kHeadDim, kHeadDimV, ValueSource::kRows>(in, device, stream, plan);
+  using Rows = Fp8ScheduleOf<kHeadDim, kHeadDimV>;
+  using Transposed = Fp8TransposedScheduleOf<kHeadDim, kHeadDimV>;
+  using Short = Fp8ShortScheduleOf<kHeadDim, kHeadDimV>;
+  if (in.v_transposed != 0) {
+    return launch_fp8_by<kHeadDim, kHeadDimV, ValueSource::kTransposed, typename Transposed::Type>(
+        in, device, stream, plan);
+  }
+  if constexpr (IsSchedule<Short>::value) {
+    using Schedule = typename Short::Type;
+    if (most_blocks(in.fwd, 64 * Schedule::kConsumers) <= kShortBlocks) {
+      return launch_fp8_by<kHeadDim, kHeadDimV, ValueSource::kRows, Schedule>(in, device, stream,
+                                                                              plan);
+    }
+  }
+  return launch_fp8_by<kHeadDim, kHeadDimV, ValueSource::kRows, typename Rows::Type>(in, device,
+                                                                                     stream, plan);
 }
 
 }  // namespace flash_attn3

@@ -22,11 +22,14 @@ enum class Promotion {
   // In O's registers by the products themselves, up to kCarriedBlocks blocks; then a mean of all
   // before, in shared memory, takes them up.
   kCarried,
+  // The same without a mean: for tiles of no more than kShortBlocks blocks.
+  kShort,
 };
 
 // The tensor unit's sums of more blocks have more than 1.1 times the error of the formula where a
 // few keys of a row are much larger than the others (docs/fp8.md, "Sums").
 constexpr int kCarriedBlocks = 6;
+constexpr int kShortBlocks = 8;
 
 // Who adds up a row's probabilities.
 enum class RowSums {
@@ -66,7 +69,11 @@ struct Fp8Schedule : FwdSchedule<kConsumers_, ValueLayout::kKeys, kKeyStages_, k
   static constexpr int kRawStages = kRawStages_;
   static constexpr bool kTurns = kTurns_;  // consumers issue their products in turn
   static constexpr bool kInChunks = kPromotion_ == Promotion::kChunks;
-  static constexpr bool kCarried = kPromotion_ == Promotion::kCarried;
+  static constexpr bool kHasMean = kPromotion_ == Promotion::kCarried;
+  static constexpr bool kCarried = kHasMean || kPromotion_ == Promotion::kShort;
+  // Of a row's P, half is summed in one of a thread's two columns and half in the other: sums half
+  // as large are cut off half as high.
+  static constexpr bool kSplitSums = kCarried && !kHasMean;
   static constexpr bool kTensorSums = kSums_ == RowSums::kTensor;
 };
 
@@ -87,6 +94,7 @@ struct Fp8Traits : Schedule {
   using Schedule::kBlockN;
   using Schedule::kCarried;
   using Schedule::kConsumers;
+  using Schedule::kHasMean;
   using Schedule::kKeyStages;
   using Schedule::kQueryInRegisters;
   using Schedule::kQueryStages;
@@ -130,7 +138,11 @@ struct Fp8Traits : Schedule {
   static constexpr int kOnesBytes = kTensorSums ? 8 * kBlockN : 0;
   static constexpr int kOnesBehind = kCarried ? 0 : kOnesBytes;
   static constexpr int kRawBytes = kTransposes ? kValueBytes : kCarried ? kOnesBytes : 16;
-  static constexpr int kOutBytes = kStagedOut ? kRowsPerConsumer * kHeadDimV * 2 : 16;
+  static constexpr bool kOnesInOut = kCarried && kTransposes;
+  static_assert(!(kOnesInOut && kStagedOut));
+  static constexpr int kOutBytes = kStagedOut   ? kRowsPerConsumer * kHeadDimV * 2
+                                   : kOnesInOut ? kOnesBytes / kConsumers
+                                                : 16;
 
   struct SharedMemory {
     alignas(1024) uint8_t q[kQueryStages][kConsumers][kQueryBytes];
@@ -138,8 +150,9 @@ struct Fp8Traits : Schedule {
     alignas(1024) uint8_t v[kValueStages][kValueBytes + kOnesBehind];  // transposed
     // Or the ones (Promotion::kCarried), where V is not transposed here.
     alignas(1024) uint8_t v_raw[kTransposes ? kRawStages : 1][kRawBytes];
-    // Also the mean of what has been summed of a tile, in fp16 (Promotion::kCarried).
-    alignas(kStagedOut ? 1024 : 16) uint8_t o[kConsumers][kOutBytes];
+    // Also the mean of what has been summed of a tile, in fp16 (kHasMean); or the ones, where V is
+    // transposed here and O is not staged.
+    alignas(kStagedOut || kOnesInOut ? 1024 : 16) uint8_t o[kConsumers][kOutBytes];
 
     alignas(8) uint64_t q_full[kQueryStages][kConsumers];
     uint64_t q_empty[kQueryStages][kConsumers];
@@ -165,6 +178,9 @@ struct Fp8Traits : Schedule {
     // before a slot's, and how many of them had a Q to load.
     uint32_t tiles_before[kTileSlots];
     uint32_t loads_before[kTileSlots];
+
+    // Where the ones of a carried consumer are.
+    __device__ __forceinline__ uint8_t* ones() { return kOnesInOut ? o[0] : v_raw[0]; }
   };
 };
 

@@ -83,6 +83,53 @@ struct Fp8Transposer {
     }
   }
 
+  // Only where both rings are as long: registers.
+  static constexpr bool kInFlow = T::kCarried;
+  static_assert(!kInFlow || T::kRawStages == T::kValueStages);
+
+  // The same with two loads under way all the time, of the next 16 columns and of those after them:
+  // one is issued when the one before has been stored, into its registers.
+  __device__ __forceinline__ void transpose_in_flow(uint32_t raw, uint32_t transposed) const {
+    using S = TransposeStep;
+    constexpr int kUnderWay = 2;
+    constexpr int kChunks = P::kBytes / S::kColumns;
+    constexpr uint32_t kPanel = T::kBlockN * P::kBytes;
+    static_assert(P::kCount == 2 && kKeysPerWarp == 2 * S::kKeys);
+    int lane = this->lane;
+    asm volatile("" : "+r"(lane));  // what it decides is computed for each block, not kept
+    const TransposeSelectors select = TransposeSelectors::of_lane(lane);
+    const int keys = part * kKeysPerWarp;
+    const int key = keys + S::load_key(lane);
+    uint32_t from = raw + key * P::kBytes + P::swizzle(key, 0) * 16;
+    uint32_t to =
+        transposed + ValueLayout::offset(S::store_column(lane), keys + S::store_half(lane) * 16);
+    uint32_t in[kUnderWay][4];
+#pragma unroll
+    for (int c = 0; c < kUnderWay; ++c) load_matrix_x4_transposed(in[c], from ^ (c * 16));
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll 1
+      for (int panel = 0; panel < 2; ++panel) {
+        // After both panels the next 32 keys; at the end loads of others, which nobody takes.
+        const uint32_t next = from + (panel == 0 ? kPanel : S::kKeys * P::kBytes - kPanel);
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          uint32_t (&x)[4] = in[c % kUnderWay];
+          uint32_t out[4];
+          transpose_bytes(x, select, out);
+          store_matrix_x4(to + c * (S::kColumns * ValueLayout::kRowBytes), out);
+          const int ahead = c + kUnderWay;
+          load_matrix_x4_transposed(
+              x, ahead < kChunks ? from ^ (ahead * 16) : next ^ ((ahead - kChunks) * 16));
+        }
+        from = next;
+        to += kChunks * S::kColumns * ValueLayout::kRowBytes;
+      }
+      // Two chunks of 16 slots further.
+      to = (to - 2 * kChunks * S::kColumns * ValueLayout::kRowBytes) ^ S::kKeys;
+    }
+  }
+
   __device__ __forceinline__ void run() {
     RingPosition<T::kTileSlots> tile_ring;
     RingPosition<T::kRawStages> raw_ring;
@@ -93,14 +140,20 @@ struct Fp8Transposer {
       if (tile.head < 0) return;
       const int end = tile.n_begin;
 #pragma unroll 1
-      for (int n = tile.n_end - 1; n >= end; --n) {
+      for (int n = tile.n_end - 1; n >= (kInFlow ? tile.n_begin : end); --n) {
+        if constexpr (kInFlow) raw_ring = v_ring;  // one register for both
         mbarrier_wait(&shared.v_raw_full[raw_ring.slot()], raw_ring.parity());
         if (has_tail<T::kBlockN>(params, tile, n)) {
           clear_rows(shared.v_raw[raw_ring.slot()], tile.k_len - n * T::kBlockN);
         }
         mbarrier_wait(&shared.v_empty[v_ring.slot()], v_ring.parity() ^ 1);
-        transpose(shared_address(shared.v_raw[raw_ring.slot()]),
-                  shared_address(shared.v[v_ring.slot()]));
+        const uint32_t raw = shared_address(shared.v_raw[raw_ring.slot()]);
+        const uint32_t transposed = shared_address(shared.v[v_ring.slot()]);
+        if constexpr (kInFlow) {
+          transpose_in_flow(raw, transposed);
+        } else {
+          transpose(raw, transposed);
+        }
         // Written for the products, and read before the copy engine writes here again.
         fence_shared_to_async_proxy();
         __syncwarp();
