@@ -99,15 +99,16 @@ Status check_fwd(const FwdParams& in) {
 // Causal: the longest tiles come first, so that the last to be handed out are short. All pairs of
 // batch and head at once would read every K and V from memory again for each tile; the tiles of a
 // section find them in L2. A quarter of L2 was best at every head dim, and less than two rounds of
-// all SMs ended unevenly. With a window only the keys near the tiles under way are wanted.
-int32_t section_pairs(const FwdParams& in, const DeviceInfo& device, int32_t q_tiles,
+// the tiles `at_once` ended unevenly. With a window only the keys near the tiles under way are
+// wanted.
+int32_t section_pairs(const FwdParams& in, int64_t l2_bytes, int at_once, int32_t q_tiles,
                       int64_t tile_keys) {
   const double pairs = double(in.batch) * in.heads;
   const double element_bytes = in.dtype == DType::kE4M3 ? 1.0 : 2.0;
   const double keys = std::fmin(in.max_seqlen_k, 4.0 * tile_keys);
   const double pair_bytes =
       element_bytes * keys * (in.head_dim + in.head_dim_v) * in.heads_kv / in.heads;
-  const double wanted = std::fmax(0.27 * device.l2_bytes / pair_bytes, 2.0 * device.sms / q_tiles);
+  const double wanted = std::fmax(0.27 * l2_bytes / pair_bytes, 2.0 * at_once / q_tiles);
   // To the nearest power of two, which divides the usual numbers of heads.
   return int32_t(std::fmin(pairs, std::exp2(std::fmax(0.0, std::round(std::log2(wanted))))));
 }
@@ -119,7 +120,7 @@ bool wants_dynamic_order(const FwdParams& in) {
   return in.window_right >= 0 && flops >= kDynamicOrderMinimumFlops;
 }
 
-void fill_fwd_params(const FwdParams& in, const DeviceInfo& device, int tile_m,
+void fill_fwd_params(const FwdParams& in, const DeviceInfo& device, int tile_m, int pair,
                      FwdKernelParams* out) {
   fill_call_fields(in, out);
   out->workspace = static_cast<int32_t*>(in.workspace);
@@ -149,13 +150,17 @@ void fill_fwd_params(const FwdParams& in, const DeviceInfo& device, int tile_m,
                                 ? int64_t(out->mask.window_left) + out->mask.window_right + 128
                                 : in.max_seqlen_k;
   out->claim_ahead = tile_keys <= kShortTileKeys || in.max_seqlen_k <= kShortTileKeys ? 2 : 1;
-  out->section_pairs = in.window_right >= 0 && out->order != TileOrder::kRagged
-                           ? section_pairs(in, device, out->q_tiles, tile_keys)
-                           : 1;
+  out->section_pairs =
+      in.window_right >= 0 && out->order != TileOrder::kRagged
+          ? section_pairs(in, device.l2_bytes, device.sms / pair, out->q_tiles, tile_keys)
+          : 1;
 }
 
-int fwd_grid(const FwdParams& in, const DeviceInfo& device, const FwdKernelParams& params) {
-  return persistent_grid(in, device, params.order == TileOrder::kRagged, params.tiles);
+int fwd_grid(const FwdParams& in, const DeviceInfo& device, const FwdKernelParams& params,
+             int pair) {
+  const int ctas =
+      persistent_grid(in, device, params.order == TileOrder::kRagged, params.tiles * pair);
+  return larger(1, ctas / pair) * pair;
 }
 
 Status prepare_tile_order(const FwdParams& in, int tile_m, int grid, cudaStream_t stream,

@@ -15,11 +15,13 @@ Status check_fwd(const FwdParams& in);
 // True where tiles are handed out by an atomic counter (dense calls).
 bool wants_dynamic_order(const FwdParams& in);
 
-// Everything but the tensor maps.
-void fill_fwd_params(const FwdParams& in, const DeviceInfo& device, int tile_m,
+// Everything but the tensor maps. A tile of tile_m rows is computed by `pair` CTAs.
+void fill_fwd_params(const FwdParams& in, const DeviceInfo& device, int tile_m, int pair,
                      FwdKernelParams* out);
 
-int fwd_grid(const FwdParams& in, const DeviceInfo& device, const FwdKernelParams& params);
+// CTAs.
+int fwd_grid(const FwdParams& in, const DeviceInfo& device, const FwdKernelParams& params,
+             int pair);
 
 // Queues what the kernel expects in its workspace, and gives it a counter for its tiles.
 Status prepare_tile_order(const FwdParams& in, int tile_m, int grid, cudaStream_t stream,

@@ -10,13 +10,19 @@ namespace flash_attn3 {
 
 // Consumers, KV block, stages of K, of V, of Q, where Q lies, how O leaves, scores held back
 // behind P V. `Long`, where it stands, is for long calls: larger tiles, which waste more at causal
-// edges and where lengths are no multiple.
+// edges and where lengths are no multiple. `Pairs` is for long dense calls.
 template <int kHeadDim, int kHeadDimV>
 struct FwdScheduleOf;
 
-// Rows and keys from which `Long` is taken, without and with a causal edge.
-constexpr int kLongFrom = 2048;
-constexpr int kLongFromCausal = 6144;
+// Rows and keys from which one of these is taken, without and with a causal edge.
+struct LongFrom {
+  int full;
+  int causal;
+};
+constexpr LongFrom kLongFrom = {2048, 6144};
+constexpr LongFrom kPairsFrom = {1024, 2048};
+// An odd number of tiles is taken by pairs from here on.
+constexpr int kOddTilesFrom = 64;
 
 template <>
 struct FwdScheduleOf<64, 64> {
@@ -36,14 +42,17 @@ struct FwdScheduleOf<128, 128> {
 template <>
 struct FwdScheduleOf<192, 128> {
   using Type = FwdSchedule<2, 128, 2, 2, 1, QuerySource::kShared, OutPath::kDirect, HeldNone>;
+  using Pairs = Paired<Type>;
 };
 template <>
 struct FwdScheduleOf<192, 192> {
   using Type = FwdSchedule<2, 96, 2, 2, 1, QuerySource::kShared, OutPath::kDirect, HeldNone>;
+  using Pairs = Paired<Type>;
 };
 template <>
 struct FwdScheduleOf<256, 256> {
   using Type = FwdSchedule<2, 80, 2, 2, 1, QuerySource::kShared, OutPath::kDirect, HeldNone>;
+  using Pairs = Paired<Type>;
 };
 
 }  // namespace flash_attn3

@@ -79,6 +79,20 @@ class Kernel:
         self.turn, self.issued = 0, [0] * consumers
         self.done = [[] for _ in range(consumers)]
 
+    # What a pair of CTAs does otherwise (test_pair_model.py).
+
+    def claim(self, number):
+        yield from ()
+
+    def bring(self, place, slot, value, barriers):
+        self.copy(self.data[place], slot, value, barriers[slot])
+
+    def stage_is_read(self, x, slot):
+        self.empty[x][slot].arrive()
+
+    def await_others(self, rings):
+        yield from ()
+
     # Actors yield a condition that must hold before they go on.
 
     def scheduler(self):
@@ -87,6 +101,7 @@ class Kernel:
             by = number - self.claim_ahead
             if by >= 0:
                 yield lambda: self.wanted[by % 2].passed(by // 2 % 2)
+            yield from self.claim(number)
             yield lambda: self.tile_empty[ring.slot].passed(ring.parity ^ 1)
             self.tile[ring.slot] = (number, blocks)
             self.tile_full[ring.slot].arrive()
@@ -108,8 +123,8 @@ class Kernel:
             tile, n = block
             tail = x == "v" and self.has_tail[tile] and n == self.tiles[tile] - 1
             place = self.places[x]
-            barrier = self.v_tail[ring.slot] if tail else self.full[place][ring.slot]
-            self.copy(self.data[place], ring.slot, "uncleared" if tail else block, barrier)
+            barriers = self.v_tail if tail else self.full[place]
+            self.bring(place, ring.slot, "uncleared" if tail else block, barriers)
             ring.advance()
 
         first = True
@@ -117,6 +132,7 @@ class Kernel:
             yield lambda: self.tile_full[tile_ring.slot].passed(tile_ring.parity)
             number, blocks = self.tile[tile_ring.slot]
             if blocks < 0:
+                yield from self.await_others(rings)
                 return
             wanted_at = min(2, blocks - 1)
             if blocks:
@@ -179,7 +195,7 @@ class Kernel:
             assert self.data[x][ring.slot] == block
 
         def release(x):
-            self.empty[x][rings[x].slot].arrive()
+            self.stage_is_read(x, rings[x].slot)
             rings[x].advance()
 
         def release_q():

@@ -24,6 +24,21 @@ __device__ __forceinline__ void copy_panels(const CUtensorMap& map, uint64_t* ba
   }
 }
 
+// One half of such a tile of `rows` rows, to both CTAs of a pair; each has it counted at its
+// barrier.
+template <class P>
+__device__ __forceinline__ void copy_half_to_both(const CUtensorMap& map, uint64_t* barrier,
+                                                  uint64_t hint, uint8_t* destination, int rows,
+                                                  uint32_t half, int row, int head, int batch) {
+  const int first = int(half) * (rows / 2);
+#pragma unroll
+  for (int panel = 0; panel < P::kCount; ++panel) {
+    cute::SM90_TMA_LOAD_MULTICAST_4D::copy(&map, barrier, uint16_t(3), hint,
+                                           destination + (panel * rows + first) * P::kBytes,
+                                           panel * P::kWidth, row + first, head, batch);
+  }
+}
+
 // Rows first <= row < end of a tile of `rows` rows become 0, by one warp.
 template <class P>
 __device__ __forceinline__ void clear_panel_rows(uint8_t* tile, int rows, int first, int end,

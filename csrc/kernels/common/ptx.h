@@ -89,6 +89,61 @@ __device__ __forceinline__ bool mbarrier_test(uint64_t* barrier, uint32_t parity
   return done != 0;
 }
 
+// --- pairs of CTAs (clusters) --------------------------------------------------------------------
+
+// This CTA's number in its cluster.
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Of all threads of the cluster; what they wrote before is seen after.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;\n" ::
+          : "memory");
+}
+
+// Arrives at this barrier of the cluster's CTA `rank`, after reads: it publishes no writes, which
+// would take a fence of the whole GPU (.release.cluster).
+__device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(rank)
+      : "memory");
+}
+
+// The whole warp has finished with what the barriers of both CTAs stand for.
+__device__ __forceinline__ void warp_arrive_at_both(uint64_t* barrier, int lane) {
+  __syncwarp();
+  if (kArrivalsPerWarp == 32) {
+    mbarrier_arrive_at(barrier, 0);
+    mbarrier_arrive_at(barrier, 1);
+  } else if (lane < 2) {
+    mbarrier_arrive_at(barrier, lane);
+  }
+}
+
+// Writes a word of CTA `rank`; its barrier there, which expects 4 bytes, tells of it.
+__device__ __forceinline__ void store_word_at(int32_t* word, int32_t value, uint64_t* barrier,
+                                              uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there, told;\n"
+      "mapa.shared::cluster.u32 there, %0, %3;\n"
+      "mapa.shared::cluster.u32 told, %2, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %1, [told];\n"
+      "}\n" ::"r"(shared_address(word)),
+      "r"(value), "r"(shared_address(barrier)), "r"(rank)
+      : "memory");
+}
+
 // --- launches that overlap ----------------------------------------------------------------------
 
 // Until every kernel that this one was launched after has ended, where the launch allowed an early
@@ -215,9 +270,9 @@ __device__ __forceinline__ uint32_t multiply_two_bf16(uint32_t a, uint32_t b) {
   return product;
 }
 
-// What all lanes of a warp have, as a number that the assembler knows to be the same in all of them:
-// addresses and descriptors made from it are kept and added to in uniform registers, where the
-// copy engine and the matrix unit want them, instead of moved there one by one.
+// What all lanes of a warp have, as a number that the assembler knows to be the same in all of
+// them: addresses and descriptors made from it are kept and added to in uniform registers, where
+// the copy engine and the matrix unit want them, instead of moved there one by one.
 __device__ __forceinline__ uint32_t warp_uniform(uint32_t x) {
   return __reduce_or_sync(0xffffffffu, x);
 }

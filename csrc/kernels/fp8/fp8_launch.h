@@ -63,13 +63,13 @@ template <class T>
 Status launch_fp8(const Fp8Params& in, const DeviceInfo& device, cudaStream_t stream,
                   FwdPlan* plan) {
   Fp8KernelParams params;
-  fill_fwd_params(in.fwd, device, T::kBlockM, &params);
+  fill_fwd_params(in.fwd, device, T::kBlockM, 1, &params);
   params.q_scale = scale_view(in.q_scale);
   params.k_scale = scale_view(in.k_scale);
   params.v_scale = scale_view(in.v_scale);
   params.v_blocks = blocks_for(in.fwd.max_seqlen_k, ValueLayout::kKeys);
   params.exact_lse = in.exact_lse;
-  const int grid = fwd_grid(in.fwd, device, params);
+  const int grid = fwd_grid(in.fwd, device, params, 1);
   Status status = prepare_kernel<T>(fp8_fwd_kernel<T>, in.fwd.device);
   if (!status.ok()) return status;
   if (plan != nullptr) return describe_kernel<T>(fp8_fwd_kernel<T>, grid, plan);

@@ -96,6 +96,7 @@ struct Fp8Traits : Schedule {
   using Schedule::kConsumers;
   using Schedule::kHasMean;
   using Schedule::kKeyStages;
+  using Schedule::kPair;
   using Schedule::kQueryInRegisters;
   using Schedule::kQueryStages;
   using Schedule::kRawStages;

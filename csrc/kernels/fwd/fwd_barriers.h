@@ -20,17 +20,33 @@ __device__ __forceinline__ void init_shared_barriers(typename T::SharedMemory& s
   }
   for (int stage = 0; stage < T::kKeyStages; ++stage) {
     mbarrier_init(&shared.k_full[stage], 1);
-    mbarrier_init(&shared.k_empty[stage], kConsumerArrivals);
+    mbarrier_init(&shared.k_empty[stage], T::kPair * kConsumerArrivals);
   }
   for (int stage = 0; stage < T::kValueStages; ++stage) {
-    mbarrier_init(&shared.v_empty[stage], kConsumerArrivals);
+    mbarrier_init(&shared.v_empty[stage], T::kPair * kConsumerArrivals);
   }
   for (int slot = 0; slot < T::kTileSlots; ++slot) {
     mbarrier_init(&shared.tile_full[slot], 1);
     mbarrier_init(&shared.tile_empty[slot], tile_readers * kArrivalsPerWarp + kConsumerArrivals);
   }
   for (int odd = 0; odd < 2; ++odd) mbarrier_init(&shared.tile_wanted[odd], 1);
+  if constexpr (T::kPair > 1) {
+    for (int odd = 0; odd < 2; ++odd) {
+      mbarrier_init(&shared.claim_full[odd], 1);
+      mbarrier_init(&shared.claim_empty[odd], 1);
+    }
+  }
   shared.nonzero = 1;
+}
+
+// All threads: barriers are set up from here on, those of the other CTA of a pair too.
+template <class T>
+__device__ __forceinline__ void barriers_are_ready() {
+  if constexpr (T::kPair == 1) {
+    __syncthreads();
+  } else {
+    cluster_sync();
+  }
 }
 
 template <class T>

@@ -62,6 +62,15 @@ struct FwdConsumer {
   RingPosition<T::kQueryStages> q_ring;
   StreamBlock newest{0, 0};
 
+  // A stage of K or V: both CTAs of a pair write it.
+  __device__ __forceinline__ void release_stage(uint64_t* barrier) {
+    if constexpr (T::kPair == 1) {
+      release(barrier);
+    } else {
+      warp_arrive_at_both(barrier, thread() % 32);
+    }
+  }
+
   // Registers are scarce here: these are computed where they are needed.
   static __device__ __forceinline__ int thread() { return threadIdx.x % 128; }
 
@@ -126,7 +135,7 @@ struct FwdConsumer {
     mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
     take_turn();
     pass_turn();
-    release(&shared.k_empty[k_ring.slot()]);
+    release_stage(&shared.k_empty[k_ring.slot()]);
     k_ring.advance();
   }
 
@@ -282,7 +291,7 @@ struct FwdConsumer {
 
   // K has been read. The last block of a tile is also the last reader of Q in shared memory.
   __device__ __forceinline__ void release_k(bool last_of_tile) {
-    release(&shared.k_empty[k_ring.slot()]);
+    release_stage(&shared.k_empty[k_ring.slot()]);
     k_ring.advance();
     k_ring.forget_derived();  // head dim 128 has no register to keep it in
     if constexpr (!T::kQueryInRegisters) {
@@ -291,7 +300,7 @@ struct FwdConsumer {
   }
 
   __device__ __forceinline__ void release_v() {
-    release(&shared.v_empty[v_ring.slot()]);
+    release_stage(&shared.v_empty[v_ring.slot()]);
     v_ring.advance();
   }
 

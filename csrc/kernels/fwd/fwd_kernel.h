@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     mbarrier_init_fence();
     prefetch_tensor_maps<T>(params);
   }
-  __syncthreads();
+  barriers_are_ready<T>();
 
   if (warp < 4) {
     registers_give_back<T::kProducerRegisters>();

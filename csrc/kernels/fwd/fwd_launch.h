@@ -52,7 +52,7 @@ Status encode_fwd_maps(const FwdParams& in, FwdKernelParams* out) {
                          in.k_strides.head,
                          in.k_strides.batch,
                          Panel<T::kHeadDim>::kWidth,
-                         T::kBlockN};
+                         T::kBlockN / T::kPair};
   const TensorMapShape v{"v",
                          in.v,
                          element,
@@ -64,7 +64,7 @@ Status encode_fwd_maps(const FwdParams& in, FwdKernelParams* out) {
                          in.v_strides.head,
                          in.v_strides.batch,
                          Panel<T::kHeadDimV>::kWidth,
-                         T::kBlockN};
+                         T::kBlockN / T::kPair};
   Status status = encode_tensor_map(q, &out->q);
   if (status.ok()) status = encode_tensor_map(k, &out->k);
   if (status.ok()) status = encode_tensor_map(v, &out->v);
@@ -120,16 +120,27 @@ template <class T, class Params>
 Status launch_kernel(void (*kernel)(Params), const Params& params, int grid, int sm_margin,
                      cudaStream_t stream) {
   // The set-up of this kernel may run while the one before it ends; not on the SMs left free.
-  cudaLaunchAttribute early_start;
-  early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early_start.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  int count = 0;
+  if (T::kPair > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = T::kPair;
+    attributes[count].val.clusterDim.y = 1;
+    attributes[count].val.clusterDim.z = 1;
+    ++count;
+  }
+  if (sm_margin == 0) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count].val.programmaticStreamSerializationAllowed = 1;
+    ++count;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = T::kThreads;
   config.dynamicSmemBytes = fwd_shared_bytes<T>();
   config.stream = stream;
-  config.attrs = &early_start;
-  config.numAttrs = sm_margin == 0 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
   return error == cudaSuccess ? Status{} : cuda_status("launching the forward kernel", error);
 }
@@ -138,13 +149,14 @@ template <class T>
 Status launch_fwd(const FwdParams& in, const DeviceInfo& device, cudaStream_t stream,
                   FwdPlan* plan) {
   FwdKernelParams params;
-  fill_fwd_params(in, device, T::kBlockM, &params);
-  const int grid = fwd_grid(in, device, params);
+  fill_fwd_params(in, device, T::kPair * T::kBlockM, T::kPair, &params);
+  const int grid = fwd_grid(in, device, params, T::kPair);
   Status status = prepare_kernel<T>(fwd_kernel<T>, in.device);
   if (!status.ok()) return status;
   if (plan != nullptr) return describe_kernel<T>(fwd_kernel<T>, grid, plan);
   status = encode_fwd_maps<T>(in, &params);
-  if (status.ok()) status = prepare_tile_order(in, T::kBlockM, grid, stream, &params);
+  if (status.ok())
+    status = prepare_tile_order(in, T::kPair * T::kBlockM, grid / T::kPair, stream, &params);
   if (!status.ok()) return status;
   return launch_kernel<T>(fwd_kernel<T>, params, grid, in.sm_margin, stream);
 }
@@ -154,21 +166,42 @@ struct HasLong : std::false_type {};
 template <class Schedules>
 struct HasLong<Schedules, std::void_t<typename Schedules::Long>> : std::true_type {};
 
+template <class Schedules, class = void>
+struct HasPairs : std::false_type {};
+template <class Schedules>
+struct HasPairs<Schedules, std::void_t<typename Schedules::Pairs>> : std::true_type {};
+
+// Long, and without what FwdTraits::kOpenLeft leaves out.
+inline bool is_long(const FwdParams& in, const LongFrom& from) {
+  return in.window_left < 0 && in.attention_chunk == 0 &&
+         smaller(in.max_seqlen_q, in.max_seqlen_k) >=
+             (in.window_right < 0 ? from.full : from.causal);
+}
+
+// Whether few CTAs, if any, are the idle one of a pair: tiles of a sequence have tile_m rows.
+inline bool makes_pairs(const FwdParams& in, int sms, int tile_m) {
+  const int tiles = blocks_for(in.max_seqlen_q, tile_m);
+  return in.cu_seqlens_q == nullptr && in.seqused_q == nullptr && sms - in.sm_margin >= 2 &&
+         (tiles % 2 == 0 || tiles >= kOddTilesFrom);
+}
+
 // The kernel of these head dims that suits the call.
 template <class Element, int kHeadDim, int kHeadDimV>
 Status launch_fwd_of(const FwdParams& in, const DeviceInfo& device, cudaStream_t stream,
                      FwdPlan* plan) {
   using Schedules = FwdScheduleOf<kHeadDim, kHeadDimV>;
-  if constexpr (HasLong<Schedules>::value) {  // FwdTraits::kOpenLeft
-    const int long_from = in.window_right < 0 ? kLongFrom : kLongFromCausal;
-    if (in.window_left < 0 && in.attention_chunk == 0 &&
-        smaller(in.max_seqlen_q, in.max_seqlen_k) >= long_from) {
-      return launch_fwd<FwdTraits<Element, kHeadDim, kHeadDimV, typename Schedules::Long>>(
-          in, device, stream, plan);
+  if constexpr (HasPairs<Schedules>::value) {
+    using T = FwdTraits<Element, kHeadDim, kHeadDimV, typename Schedules::Pairs>;
+    if (is_long(in, kPairsFrom) && makes_pairs(in, device.sms, T::kBlockM)) {
+      return launch_fwd<T>(in, device, stream, plan);
     }
   }
-  return launch_fwd<FwdTraits<Element, kHeadDim, kHeadDimV, typename Schedules::Type>>(
-      in, device, stream, plan);
+  if constexpr (HasLong<Schedules>::value) {
+    using T = FwdTraits<Element, kHeadDim, kHeadDimV, typename Schedules::Long>;
+    if (is_long(in, kLongFrom)) return launch_fwd<T>(in, device, stream, plan);
+  }
+  using T = FwdTraits<Element, kHeadDim, kHeadDimV, typename Schedules::Type>;
+  return launch_fwd<T>(in, device, stream, plan);
 }
 
 }  // namespace flash_attn3

@@ -14,6 +14,18 @@ struct ProducerLoop {
   typename T::SharedMemory& shared;
   int lane;
 
+  // One KV block of K or V, or this CTA's half of it for both of a pair.
+  template <class P>
+  __device__ __forceinline__ void copy_block(const CUtensorMap& map, uint64_t* barrier,
+                                             uint8_t* destination, int row, int head, int batch) {
+    if constexpr (T::kPair == 1) {
+      copy_panels<P>(map, barrier, kReadOften, destination, T::kBlockN, row, head, batch);
+    } else {
+      copy_half_to_both<P>(map, barrier, kReadOften, destination, T::kBlockN, cluster_rank(), row,
+                           head, batch);
+    }
+  }
+
   RingPosition<T::kTileSlots> tile_ring;
   RingPosition<T::kKeyStages> k_ring;
   RingPosition<T::kValueStages> v_ring;
@@ -46,9 +58,8 @@ struct ProducerLoop {
     loads().note_k(tile, n);
     if (lane == 0) {
       mbarrier_arrive_expect_bytes(&shared.k_full[stage], T::kKeyBytes);
-      copy_panels<typename T::QueryPanel>(params.k, &shared.k_full[stage], kReadOften,
-                                          shared.k[stage], T::kBlockN, tile.k_base + n * T::kBlockN,
-                                          tile.head_kv, tile.k_batch);
+      copy_block<typename T::QueryPanel>(params.k, &shared.k_full[stage], shared.k[stage],
+                                         tile.k_base + n * T::kBlockN, tile.head_kv, tile.k_batch);
     }
     __syncwarp();
     k_ring.advance();
@@ -78,7 +89,7 @@ struct ProducerLoop {
       mbarrier_wait(&shared.tile_full[tile_ring.slot()], tile_ring.parity());
       // Read where it lies: this warp has few registers.
       const TileInfo& tile = shared.tiles[tile_ring.slot()];
-      if (tile.head < 0) return;
+      if (tile.head < 0) break;
       const bool any_block = tile.n_begin < tile.n_end;
       // From here two more blocks are to be loaded, while consumers are at those before.
       const int wanted_at = smaller(tile.n_begin + 2, tile.n_end - 1);
@@ -103,6 +114,20 @@ struct ProducerLoop {
       warp_arrive(&shared.tile_empty[tile_ring.slot()], lane);
       tile_ring.advance();
     }
+    if constexpr (T::kPair > 1) await_both();
+  }
+
+  // Until the other CTA of the pair has told of all stages that it has read: it must find this
+  // one's barriers.
+  __device__ __forceinline__ void await_both() {
+    for (int stage = 0; stage < T::kKeyStages; ++stage) {
+      mbarrier_wait(&shared.k_empty[k_ring.slot()], k_ring.parity() ^ 1);
+      k_ring.advance();
+    }
+    for (int stage = 0; stage < T::kValueStages; ++stage) {
+      mbarrier_wait(&shared.v_empty[v_ring.slot()], v_ring.parity() ^ 1);
+      v_ring.advance();
+    }
   }
 };
 
@@ -116,9 +141,9 @@ struct FwdProducer : ProducerLoop<T, FwdProducer<T>> {
       uint64_t* barrier = has_tail<T::kBlockN>(this->params, tile, n) ? &this->shared.v_tail[stage]
                                                                       : &this->shared.v_full[stage];
       mbarrier_arrive_expect_bytes(barrier, T::kValueBytes);
-      copy_panels<typename T::ValuePanel>(this->params.v, barrier, kReadOften,
-                                          this->shared.v[stage], T::kBlockN,
-                                          tile.k_base + n * T::kBlockN, tile.head_kv, tile.k_batch);
+      this->template copy_block<typename T::ValuePanel>(
+          this->params.v, barrier, this->shared.v[stage], tile.k_base + n * T::kBlockN,
+          tile.head_kv, tile.k_batch);
     }
     __syncwarp();
     this->v_ring.advance();

@@ -28,10 +28,11 @@ __device__ __forceinline__ SequenceSpan sequence_span(const int32_t* cu_seqlens,
 
 template <class T>
 struct FwdScheduler {
+  static constexpr int kPairRows = T::kPair * T::kBlockM;  // that share their KV blocks
+
   const typename T::Params& params;
   typename T::SharedMemory& shared;
   int lane;
-  int round = 0;  // of the static order
 
   // Each CTA reads the plan once. What else is known of the window's sequences lies in shared
   // memory, since this warp has few registers.
@@ -39,18 +40,53 @@ struct FwdScheduler {
   bool spans_known = false;
   uint32_t loaded = 0;  // tiles with a Q to load, for consumers that do not count them
 
-  __device__ __forceinline__ int fetch_tile() {
+  __device__ __forceinline__ int claim() const {
+    return int(atomicInc(reinterpret_cast<unsigned*>(params.counter), params.last_claim));
+  }
+
+  // The CTAs of a pair get the same number.
+  __device__ __forceinline__ int fetch_tile(int number) {
     int fetched = 0;
     if (params.order == TileOrder::kStatic) {
-      const int grid = gridDim.x;
+      const int grid = gridDim.x / T::kPair;
+      const int place = blockIdx.x / T::kPair;
       // Tiles lie longest first: turning every other round evens out what the CTAs get.
-      const bool turn = params.section_pairs > 1 && (round & 1);
-      fetched = round * grid + (turn ? grid - 1 - int(blockIdx.x) : int(blockIdx.x));
-      ++round;
+      const bool turn = params.section_pairs > 1 && (number & 1);
+      fetched = number * grid + (turn ? grid - 1 - place : place);
     } else if (lane == 0) {
-      fetched = int(atomicInc(reinterpret_cast<unsigned*>(params.counter), params.last_claim));
+      if constexpr (T::kPair == 1) {
+        fetched = claim();
+      } else if (cluster_rank() == 0) {
+        fetched = claim();
+        tell_claim(number, fetched);
+      } else {
+        fetched = hear_claim(number);
+      }
     }
     return __shfl_sync(0xffffffffu, fetched, 0);
+  }
+
+  // The pair's first CTA claims for both. The second has read a word before the next but one claim
+  // takes its place.
+  __device__ __forceinline__ void tell_claim(int number, int claimed) {
+    mbarrier_wait(&shared.claim_empty[number & 1], (number >> 1 & 1) ^ 1);
+    store_word_at(&shared.claim[number & 1], claimed, &shared.claim_full[number & 1], 1);
+  }
+
+  __device__ __forceinline__ int hear_claim(int number) {
+    mbarrier_arrive_expect_bytes(&shared.claim_full[number & 1], 4);
+    mbarrier_wait(&shared.claim_full[number & 1], number >> 1 & 1);
+    const int claimed = *static_cast<const volatile int32_t*>(&shared.claim[number & 1]);
+    mbarrier_arrive_at(&shared.claim_empty[number & 1], 0);
+    return claimed;
+  }
+
+  // Until the second CTA has read the last words: it must find this one's barriers.
+  __device__ __forceinline__ void await_reader(int claims) {
+    if (params.order == TileOrder::kStatic || cluster_rank() != 0) return;
+    for (int number = claims; number < claims + 2; ++number) {
+      mbarrier_wait(&shared.claim_empty[number & 1], (number >> 1 & 1) ^ 1);
+    }
   }
 
   __device__ __forceinline__ SequenceSpan q_span(int sequence) const {
@@ -106,19 +142,18 @@ struct FwdScheduler {
         sequence = {q_span(batch), k_span(batch)};
         if constexpr (T::kScaled) shared.scales[slot].sequence = batch;
       }
-      fill_tile(sequence, q_tile * T::kBlockM, slot);
+      fill_tile(sequence, q_tile * kPairRows, slot);
     }
     __syncwarp();
     return true;
   }
 
-  __device__ __forceinline__ void fill_tile(const PlannedSequence& sequence, int row0,
+  __device__ __forceinline__ void fill_tile(const PlannedSequence& sequence, int first_of_pair,
                                             int slot) const {
     TileInfo& info = shared.tiles[slot];
     const int q_len = sequence.q.used;
     const int k_len = sequence.k.used;
     info.head_kv = info.head / params.group;
-    info.row0 = row0;
     info.q_len = q_len;
     info.q_rows = sequence.q.rows;
     info.k_len = k_len;
@@ -126,8 +161,13 @@ struct FwdScheduler {
     info.q_base = sequence.q.base;
     info.k_batch = sequence.k.batch;
     info.k_base = sequence.k.base;
-    const BlockRange blocks = visible_blocks(
-        params.mask, row0, smaller(row0 + T::kBlockM, q_len) - 1, q_len, k_len, T::kBlockN);
+    const Mask mask{T::kOpenLeft ? -1 : params.mask.window_left, params.mask.window_right,
+                    T::kOpenLeft ? 0 : params.mask.chunk};
+    const int last_of_pair = smaller(first_of_pair + kPairRows, q_len) - 1;
+    const BlockRange blocks =
+        visible_blocks(mask, first_of_pair, last_of_pair, q_len, k_len, T::kBlockN);
+    const int row0 = first_of_pair + (T::kPair == 1 ? 0 : int(cluster_rank()) * T::kBlockM);
+    info.row0 = row0;
     info.n_begin = blocks.begin;
     info.n_end = blocks.end;
 #pragma unroll 1
@@ -138,11 +178,10 @@ struct FwdScheduler {
         shared.scales[slot].q[w] =
             query_scale(params, info, shared.scales[slot].sequence, first_row);
       }
-      info.plain[w] = unmasked_blocks(params.mask, first_row, last_row, q_len, k_len, T::kBlockN);
+      info.plain[w] = unmasked_blocks(mask, first_row, last_row, q_len, k_len, T::kBlockN);
       if constexpr (T::kMostUnseen > 0) {
         // Every consumer has a block, so that all streams begin and end with the same tiles.
-        const BlockRange seen =
-            visible_blocks(params.mask, first_row, last_row, q_len, k_len, T::kBlockN);
+        const BlockRange seen = visible_blocks(mask, first_row, last_row, q_len, k_len, T::kBlockN);
         info.start[w] = larger(larger(seen.end, blocks.begin + 1), blocks.end - T::kMostUnseen);
       }
     }
@@ -168,7 +207,7 @@ struct FwdScheduler {
       if (wanted_by >= 0) {
         mbarrier_wait(&shared.tile_wanted[wanted_by & 1], wanted_by >> 1 & 1);
       }
-      const int tile = fetch_tile();
+      const int tile = fetch_tile(number);
       bool more = tile < tiles;
       mbarrier_wait(&shared.tile_empty[ring.slot()], ring.parity() ^ 1);
       more = more && write_tile(tile, ring.slot());
@@ -178,7 +217,10 @@ struct FwdScheduler {
       if (!more && lane == 0) shared.tiles[ring.slot()].head = -1;
       if (lane == 0) mbarrier_arrive(&shared.tile_full[ring.slot()]);
       __syncwarp();
-      if (!more) break;
+      if (!more) {
+        if constexpr (T::kPair > 1) await_reader(number + 1);
+        break;
+      }
       ring.advance();
     }
     grid_dependents_launch();
