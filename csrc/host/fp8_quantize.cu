@@ -1,4 +1,6 @@
 // The quantising half of the C interface.
+#include <algorithm>
+
 #include "host/fp8_dispatch.h"
 #include "kernels/fp8/quantize.h"
 #include "kernels/fp8/quantize_rotated.h"
@@ -57,10 +59,10 @@ QuantizeArgs fill(const QuantizeParams& in) {
   return args;
 }
 
-constexpr int64_t kMostCtas = 0x7fffffff;
+constexpr int64_t kMostBlocks = 0x7fffffff;
 
-// A CTA has a block of a head.
-int64_t ctas_of(const QuantizeArgs& args) {
+// Of all heads.
+int64_t blocks_of(const QuantizeArgs& args) {
   return int64_t(args.blocks) * args.heads * (args.cu_seqlens != nullptr ? 1 : args.batch);
 }
 
@@ -74,7 +76,7 @@ cudaError_t launch_by(void (*kernel)(QuantizeArgs), const QuantizeArgs& args, in
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   }
   if (error != cudaSuccess) return error;
-  kernel<<<unsigned(ctas_of(args)), threads, bytes, stream>>>(args);
+  kernel<<<unsigned(blocks_of(args)), threads, bytes, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -95,25 +97,35 @@ cudaError_t launch_for(const QuantizeArgs& args, cudaStream_t stream) {
 }
 
 template <class Element, int kParts, bool kMixed>
-cudaError_t launch_rotated(const QuantizeArgs& args, cudaStream_t stream) {
-  return launch_by(quantize_rotated_kernel<Element, kParts, kMixed>, args, args.block_rows * 2,
-                   stream);
+cudaError_t launch_rotated(const QuantizeArgs& args, const DeviceInfo& device,
+                           cudaStream_t stream) {
+  const auto kernel = quantize_rotated_kernel<Element, kParts, kMixed>;
+  const int stages = kRotatedStages + (args.transposed != 0);
+  const int bytes = stages * args.block_rows * kRotatedRowBytes<kParts>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  const int64_t at_once = int64_t(device.sms) * kRotatedCtas<kParts> * (128 / args.block_rows);
+  const unsigned ctas = unsigned(std::min(blocks_of(args), at_once));
+  kernel<<<ctas, args.block_rows / kRotatedRows * 32, bytes, stream>>>(args);
+  return cudaGetLastError();
 }
 
 template <class Element>
-cudaError_t launch_rotated_for(const QuantizeArgs& args, cudaStream_t stream) {
-  if (args.rotate_size == 256) return launch_rotated<Element, 4, true>(args, stream);
-  if (args.rotate_size == 128) return launch_rotated<Element, 2, true>(args, stream);
+cudaError_t launch_rotated_for(const QuantizeArgs& args, const DeviceInfo& device,
+                               cudaStream_t stream) {
+  if (args.rotate_size == 256) return launch_rotated<Element, 4, true>(args, device, stream);
+  if (args.rotate_size == 128) return launch_rotated<Element, 2, true>(args, device, stream);
   const int parts = blocks_for(args.head_dim, 64);
-  if (parts == 1) return launch_rotated<Element, 1, false>(args, stream);
-  if (parts == 2) return launch_rotated<Element, 2, false>(args, stream);
-  if (parts == 3) return launch_rotated<Element, 3, false>(args, stream);
-  return launch_rotated<Element, 4, false>(args, stream);
+  if (parts == 1) return launch_rotated<Element, 1, false>(args, device, stream);
+  if (parts == 2) return launch_rotated<Element, 2, false>(args, device, stream);
+  if (parts == 3) return launch_rotated<Element, 3, false>(args, device, stream);
+  return launch_rotated<Element, 4, false>(args, device, stream);
 }
 
 template <class Element>
-cudaError_t launch_any(const QuantizeArgs& args, cudaStream_t stream) {
-  if (args.rotate_size != 0) return launch_rotated_for<Element>(args, stream);
+cudaError_t launch_any(const QuantizeArgs& args, const DeviceInfo& device, cudaStream_t stream) {
+  if (args.rotate_size != 0) return launch_rotated_for<Element>(args, device, stream);
   return args.mean != nullptr ? launch_for<Element, true>(args, stream)
                               : launch_for<Element, false>(args, stream);
 }
@@ -124,17 +136,18 @@ Status checked(const QuantizeParams* in, const Work& work) {
   if (in == nullptr) return Status::invalid("params must not be null.");
   const Status status = check(*in);
   if (!status.ok()) return status;
-  return on_device(in->device, [&](const DeviceInfo&) { return work(*in); });
+  return on_device(in->device, [&](const DeviceInfo& device) { return work(*in, device); });
 }
 
-Status quantize(const QuantizeParams& in, cudaStream_t stream) {
+Status quantize(const QuantizeParams& in, const DeviceInfo& device, cudaStream_t stream) {
   if (in.out == nullptr || in.scale == nullptr) {
     return Status::invalid("out and scale must not be null.");
   }
   const QuantizeArgs args = fill(in);
-  if (ctas_of(args) > kMostCtas) return Status::invalid("the tensor has too many blocks.");
-  const cudaError_t error = in.dtype == DType::kBFloat16 ? launch_any<__nv_bfloat16>(args, stream)
-                                                         : launch_any<__half>(args, stream);
+  if (blocks_of(args) > kMostBlocks) return Status::invalid("the tensor has too many blocks.");
+  const cudaError_t error = in.dtype == DType::kBFloat16
+                                ? launch_any<__nv_bfloat16>(args, device, stream)
+                                : launch_any<__half>(args, device, stream);
   return error == cudaSuccess ? Status{} : cuda_status("launching the quantise kernel", error);
 }
 
@@ -175,7 +188,7 @@ Status transpose_values(const Fp8Params& in, cudaStream_t stream) {
   v.block_rows = ValueLayout::kKeys;
   v.transposed = 1;
   const QuantizeArgs args = fill(v);
-  if (ctas_of(args) > kMostCtas) return Status::invalid("v has too many blocks.");
+  if (blocks_of(args) > kMostBlocks) return Status::invalid("v has too many blocks.");
   const cudaError_t error = launch_by(transpose_values_kernel, args, kTransposeThreads, stream);
   return error == cudaSuccess ? Status{} : cuda_status("launching the transposing kernel", error);
 }
@@ -186,12 +199,16 @@ using namespace flash_attn3;
 
 int flash_attn3_quantize(const QuantizeParams* params, cudaStream_t stream, char* message,
                          size_t message_size) {
-  const auto work = [&](const QuantizeParams& in) { return quantize(in, stream); };
+  const auto work = [&](const QuantizeParams& in, const DeviceInfo& device) {
+    return quantize(in, device, stream);
+  };
   return report(checked(params, work), message, message_size);
 }
 
 int flash_attn3_mean(const QuantizeParams* params, float* mean_out, cudaStream_t stream,
                      char* message, size_t message_size) {
-  const auto work = [&](const QuantizeParams& in) { return mean(in, mean_out, stream); };
+  const auto work = [&](const QuantizeParams& in, const DeviceInfo&) {
+    return mean(in, mean_out, stream);
+  };
   return report(checked(params, work), message, message_size);
 }

@@ -376,6 +376,33 @@ def test_infinities_less_a_rotated_mean(d, dtype):
     torch.testing.assert_close(got.float(), want.float(), atol=2.0**-9, rtol=0.13)
 
 
+@pytest.mark.parametrize("options", [
+    dict(), dict(block=64), dict(transposed=True), dict(mean=True)], ids=str)
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+def test_rotation_of_more_blocks_than_run_side_by_side(d, options):
+    """A CTA of the rotating kernel goes from block to block."""
+    x = half(3, 7000, 8, d)
+    mean = fa3.row_mean(x, None, None) if options.get("mean") else None
+    last = options.get("block", 128), True, options.get("transposed", False)
+    got, scale = fa3.quantize(x, mean, None, None, *last)
+    want, want_scale = e4m3.quantize(x, mean, None, None, *last)
+    torch.testing.assert_close(scale, want_scale, atol=0, rtol=1e-5)
+    assert float((raw(got) != raw(want)).float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_with_nan_and_infinities_leaves_others_alone(d, dtype):
+    x = half(1, 128, 1, d, dtype=dtype)
+    want, want_scale = fa3.quantize(x.index_fill(1, int32(20).long(), 0), None, None, None, 128,
+                                    True, False)
+    x[0, 20, 0, 3], x[0, 20, 0, 9] = float("nan"), float("inf")
+    got, scale = fa3.quantize(x, None, None, None, 128, True, False)
+    assert torch.equal(scale, want_scale) and bool(got[0, 20].float().isnan().all())
+    others = torch.arange(128) != 20
+    assert torch.equal(raw(got)[0, others], raw(want)[0, others])
+
+
 def test_strided_inputs_are_quantised_where_they_lie():
     packed = half(2, 200, 3, 4, 64)
     for x in (*packed.unbind(2), half(2, 4, 200, 64).transpose(1, 2), half(2, 200, 4, 72)[..., :64],

@@ -78,6 +78,16 @@ __device__ __forceinline__ void wait_for_async_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// Those since the last call are a group; then all but so many groups have come.
+__device__ __forceinline__ void commit_async_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int kGroups>
+__device__ __forceinline__ void wait_for_async_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 // 16 bytes that nobody reads again soon. kPassing: what is in L2 rather stays than they.
 template <bool kPassing>
 __device__ __forceinline__ void store_16_bytes(void* destination, const uint32_t (&r)[4]) {

@@ -76,8 +76,8 @@ __device__ __forceinline__ RowBlock find_rows(const QuantizeArgs& args, int batc
           n < 0 ? 0 : larger(0, smaller(rows - start, args.block_rows))};
 }
 
-// The block of a head that this CTA has.
-struct CtaBlock {
+// A block of a head.
+struct HeadBlock {
   int head;
   int slot;  // of all blocks of a head
   bool ragged;
@@ -85,10 +85,11 @@ struct CtaBlock {
   int block;  // as find_rows() counts
   RowBlock rows;
 
-  static __device__ __forceinline__ CtaBlock of(const QuantizeArgs& args) {
-    CtaBlock at;
-    at.head = blockIdx.x % args.heads;
-    at.slot = blockIdx.x / args.heads;
+  // The nth of all, the heads of a slot one after the other.
+  static __device__ __forceinline__ HeadBlock of(const QuantizeArgs& args, int nth) {
+    HeadBlock at;
+    at.head = nth % args.heads;
+    at.slot = nth / args.heads;
     at.ragged = args.cu_seqlens != nullptr;
     at.batch = at.ragged ? 0 : at.slot / args.blocks;
     at.block = at.ragged ? at.slot : at.slot - at.batch * args.blocks;
@@ -103,6 +104,15 @@ struct CtaBlock {
            (ragged ? 0 : rows.sequence * args.batch_stride);
   }
 
+  // The block's first row, contiguous as [batch][row][head][column], or its transposed tile.
+  __device__ __forceinline__ uint8_t* out(const QuantizeArgs& args) const {
+    const int64_t row = ragged ? rows.first : int64_t(batch) * args.seqlen + rows.first;
+    const int64_t first = args.transposed != 0 ? int64_t(slot) * ValueLayout::kRowBytes * args.heads
+                                               : row * args.heads;
+    const int width = args.transposed != 0 ? ValueLayout::kRowBytes : 1;
+    return args.out + (first + int64_t(head) * width) * args.head_dim;
+  }
+
   __device__ __forceinline__ float* scale(const QuantizeArgs& args) const {
     const int64_t first =
         ragged ? int64_t(head) * args.blocks : (int64_t(batch) * args.heads + head) * args.blocks;
@@ -111,9 +121,9 @@ struct CtaBlock {
 
   // True in a slot that no sequence of a ragged tensor has: its scale is written all the same, so
   // that the results of equal calls are equal.
-  __device__ __forceinline__ bool is_empty(const QuantizeArgs& args) const {
+  __device__ __forceinline__ bool is_empty(const QuantizeArgs& args, bool writes) const {
     if (rows.exist != 0) return false;
-    if (threadIdx.x == 0 && ragged) *scale(args) = 1.0f;
+    if (writes && ragged) *scale(args) = 1.0f;
     return true;
   }
 };
@@ -187,14 +197,25 @@ __host__ __device__ inline int quantize_row_bytes(int head_dim) {
   return head_dim / 16 % 2 == 1 ? head_dim : head_dim + 16;
 }
 
-// Up to the next power of two; scales are positive and not subnormal.
-__device__ __forceinline__ float power_of_two_from(float scale) {
-  return __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0xff800000u);
+// top / 448, rounded to float, up to the next power of two: that of top itself less 2^8, or twice
+// as much from a mantissa beyond 1.75 on. Neighbouring blocks then mostly have the same scale, and
+// the attention kernel may leave sums of several blocks of V as they are. e4m3 loses a bit at the
+// bottom of its range, 14 binades down.
+__device__ __forceinline__ float scale_for(float top) {
+  static_assert(kLargestE4m3 == 1.75f * 256.0f);
+  if (top == 0.0f) return 1.0f;
+  const int bits = __float_as_int(fminf(top, kLargestInput)) + 0x1fffff;
+  return __int_as_float(larger((bits & 0x7f800000) - (8 << 23), __float_as_int(kSmallestScale)));
+}
+
+// Of a power of two.
+__device__ __forceinline__ float inverse_of_scale(float scale) {
+  return __int_as_float((254 << 23) - __float_as_int(scale));
 }
 
 // From the largest magnitude that each thread has seen: writes the block's scale, and gives what
 // values are to be multiplied by. All threads of the CTA.
-__device__ __forceinline__ float scale_of_block(const QuantizeArgs& args, const CtaBlock& at,
+__device__ __forceinline__ float scale_of_block(const QuantizeArgs& args, const HeadBlock& at,
                                                 float top) {
   __shared__ float warp_top[16];
 #pragma unroll
@@ -205,34 +226,25 @@ __device__ __forceinline__ float scale_of_block(const QuantizeArgs& args, const 
   __syncthreads();
   top = 0.0f;
   for (int w = 0; w < int(blockDim.x) / 32; ++w) top = fmaxf(top, warp_top[w]);
-  top = fminf(top, kLargestInput);
-  // Neighbouring blocks then mostly have the same scale, and the attention kernel may leave sums of
-  // several blocks of V as they are. e4m3 loses a bit at the bottom of its range, 14 binades down.
-  const float scale =
-      power_of_two_from(top == 0.0f ? 1.0f : fmaxf(__fdiv_rn(top, kLargestE4m3), kSmallestScale));
+  const float scale = scale_for(top);
   if (threadIdx.x == 0) *at.scale(args) = scale;
-  return __fdiv_rn(1.0f, scale);
+  return inverse_of_scale(scale);
 }
 
 // Where a row's values from `column` on go; null where nowhere.
 __device__ __forceinline__ uint8_t* place_of(const QuantizeArgs& args, uint8_t* shared,
-                                             const CtaBlock& at, int row, int column) {
+                                             const HeadBlock& at, int row, int column) {
   if (args.transposed != 0) return shared + row * quantize_row_bytes(args.head_dim) + column;
   if (row >= at.rows.exist) return nullptr;
-  // Contiguous: [batch][row][head][column].
-  const int64_t of_tensor =
-      at.ragged ? at.rows.first + row : int64_t(at.batch) * args.seqlen + at.rows.first + row;
-  return args.out + (of_tensor * args.heads + at.head) * args.head_dim + column;
+  return at.out(args) + int64_t(row) * args.heads * args.head_dim + column;
 }
 
 // The rows that lie in `shared`, transposed behind them, to memory.
 __device__ __forceinline__ void write_transposed(const QuantizeArgs& args, uint8_t* shared,
-                                                 const CtaBlock& at) {
+                                                 uint8_t* out) {
   __syncthreads();
   const int row_bytes = quantize_row_bytes(args.head_dim);
-  const int64_t tile = int64_t(args.head_dim) * ValueLayout::kRowBytes;
-  store_transposed(shared, row_bytes, shared + ValueLayout::kKeys * row_bytes, args.head_dim,
-                   args.out + (int64_t(at.slot) * args.heads + at.head) * tile);
+  store_transposed(shared, row_bytes, shared + ValueLayout::kKeys * row_bytes, args.head_dim, out);
 }
 
 constexpr int kQuantizePasses = 4;
@@ -242,9 +254,9 @@ constexpr int kQuantizePasses = 4;
 template <class Element, int kGroup, bool kCentred>
 __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ QuantizeArgs args) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const CtaBlock at = CtaBlock::of(args);
+  const HeadBlock at = HeadBlock::of(args, blockIdx.x);
   const RowBlock& rows = at.rows;
-  if (at.is_empty(args)) return;
+  if (at.is_empty(args, threadIdx.x == 0)) return;
 
   const int member = threadIdx.x % kGroup;
   const int rows_per_pass = blockDim.x / kGroup;
@@ -314,7 +326,7 @@ __global__ void __launch_bounds__(512) quantize_kernel(const __grid_constant__ Q
     if (to == nullptr) continue;
     *reinterpret_cast<uint4*>(to) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
   }
-  if (args.transposed != 0) write_transposed(args, shared, at);
+  if (args.transposed != 0) write_transposed(args, shared, at.out(args));
 }
 
 // --- the mean of K's rows -----------------------------------------------------------------------

@@ -12,7 +12,7 @@ constexpr int kTransposeThreads = 256;
 __global__ void __launch_bounds__(kTransposeThreads)
     transpose_values_kernel(const __grid_constant__ QuantizeArgs args) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const CtaBlock at = CtaBlock::of(args);
+  const HeadBlock at = HeadBlock::of(args, blockIdx.x);
   const RowBlock& rows = at.rows;
   if (rows.exist == 0) return;
   const uint8_t* in = at.input<uint8_t>(args);
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kTransposeThreads)
       }
     }
   }
-  write_transposed(args, shared, at);
+  write_transposed(args, shared, at.out(args));
 }
 
 }  // namespace flash_attn3
