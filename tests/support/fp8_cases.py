@@ -136,8 +136,9 @@ def check_fp8(case, device="cpu", poison=False, e4m3_p=True, given=None):
     norm = max(float(want.norm()), 1e-30)
     error, allowed = (float((t.double() - want).norm()) / norm for t in (out, plain))
     # Blocks are rounded relative to the maximum so far: another draw than the formula's, which
-    # shows in the largest error, and in all of it where there are few rows.
-    factor = 1.1 if out.shape[:-1].numel() >= 64 else 1.3
+    # shows in the largest error, and in all of it where there are few rows (eight: up to 1.35 of it
+    # in 60 draws, 1.02 to 1.05 on average).
+    factor = 1.1 if out.shape[:-1].numel() >= 64 else 1.5
     assert error <= factor * allowed + 1e-4, f"relative error {error:.3e}, plain {allowed:.3e}"
     largest, limit = (float((t.double() - want).abs().amax()) if want.numel() else 0.0
                       for t in (out, plain))
