@@ -6,7 +6,7 @@
 #include "host/call_fields.h"
 #include "host/compiled.h"
 #include "host/fp8_dispatch.h"
-#include "kernels/fp8/value_layout.h"
+#include "kernels/fp8/fp8_traits.h"
 
 namespace flash_attn3 {
 namespace {
@@ -68,8 +68,12 @@ Status check_fp8(const Fp8Params& in) {
 
 // How many queries must meet a key, by all heads that share it and half of them under a causal
 // edge, for V to be transposed ahead: that costs 2 bytes of memory traffic an element of V. The
-// fewer columns V has, the less the attention kernel waits for its own transposition.
-int64_t transpose_ahead_from(const FwdParams& in) { return in.head_dim_v <= 64 ? 6144 : 2048; }
+// fewer columns V has, the less the attention kernel waits for its own transposition; of 256 it
+// waits longest, but where O holds the sums of all keys.
+int64_t transpose_ahead_from(const FwdParams& in) {
+  if (in.head_dim_v <= 64) return 4096;
+  return in.head_dim_v > 128 && in.max_seqlen_k > kShortBlocks * ValueLayout::kKeys ? 1024 : 2048;
+}
 
 int64_t queries_of_a_key(const FwdParams& in) {
   int64_t queries = in.max_seqlen_q;
