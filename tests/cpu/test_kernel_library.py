@@ -49,7 +49,9 @@ def call(batch=1, sq=8192, sk=8192, heads=4, heads_kv=4, d=128, ragged=False, **
 @pytest.mark.parametrize("options, keys", [
     (dict(), 8192), (dict(sq=2048), 8192), (dict(sq=2047), 0), (dict(sk=8000), 8064),
     (dict(sq=1024, heads=8), 8192), (dict(v_transposed=1), 0),
-    (dict(d=64), 8192), (dict(d=64, sq=6143), 0), (dict(attention_chunk=2047), 0),
+    (dict(d=64, sq=4096), 8192), (dict(d=64, sq=4095), 0), (dict(attention_chunk=2047), 0),
+    (dict(d=256, sq=1024), 8192), (dict(d=256, sq=1023), 0), (dict(d=256, sq=2047, sk=1024), 0),
+    (dict(d=256, sq=2048, sk=1024), 1024), (dict(d=256, sq=1024, sk=1025), 1152),
     (dict(window_right=0), 8192), (dict(window_right=0, sq=4095), 0),
     (dict(window_left=100), 8192), (dict(window_left=100, sq=4095), 0),
     (dict(window_left=2047, window_right=0), 8192), (dict(window_left=2046, window_right=0), 0),
