@@ -3,8 +3,9 @@
 As in test_pipeline_model.py, whose barriers, rings, scheduler and tile lists serve here. Between
 the producer and the consumers stand two warps that transpose V; consumers issue products either
 together (Q K^T of the newest block with P V of the one before) or in turn (P V, then Q K^T);
-"early" is in turn too, but the next one's turn comes in between; "carried" issues both together in
-all blocks, and frees V of a tile's last block before K of the next one's first.
+"early" and "late" are in turn too, but the next one's turn comes in between, or V is freed behind
+Q K^T; "carried" issues both together in all blocks, and frees V of a tile's last block before K of
+the next one's first.
 """
 
 import random
@@ -26,7 +27,7 @@ def schedules():
     for match in SCHEDULE.finditer(CONFIG.read_text()):
         kind, d, dv, *numbers, source, promotion, turns = match.groups()
         orders = {"kWhole": "both", "kCarried": "carried", "kShort": "carried"}
-        order = orders.get(promotion, "early" if dv == "256" else "in turn")
+        order = orders.get(promotion, "early" if dv == "256" else "late")
         name = f"{d},{dv}{' ' + kind.lower() if kind else ''}"
         yield name, *map(int, numbers), source == "kRegisters", order, turns != "false"
 
@@ -147,21 +148,25 @@ class Fp8Kernel(Kernel):
                     n = blocks - 1
                 new_tile = number != current[1]
                 plain = not new_tile and random.random() < 0.5
-                if self.order in ("early", "in turn") or self.order == "both" and not plain:
-                    early = self.order == "early"
-                    if early and plain:  # V first
+                if self.order in ("early", "late") or self.order == "both" and not plain:
+                    early, late = self.order == "early", self.order == "late"
+                    if early and plain or late:  # V first
                         yield lambda: self.full["v"][rings["v"].slot].passed(rings["v"].parity)
                     yield my_turn
                     yield from read("v", current[1:])
                     if early:
                         pass_turn()
                         yield lambda: True
-                    release("v")
+                    if not late:
+                        release("v")
                     if new_tile:
                         yield from take_q(number)
                     yield from read("k", (number, n))
                     if not early:
                         pass_turn()
+                    if late:
+                        yield lambda: True
+                        release("v")
                     if new_tile:
                         store(*current[:2])
                     yield lambda: True

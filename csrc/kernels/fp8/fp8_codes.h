@@ -27,20 +27,7 @@ struct PowerCode {
     return low_bytes(low, high);
   }
 
-  // From four x: two instructions more, three registers fewer around it.
-  static __device__ __forceinline__ uint32_t pack(const float (&x)[4]) {
-    uint32_t low, high;
-    asm("cvt.rn.f16x2.f32 %0, %2, %1;\n" : "=r"(low) : "f"(x[0]), "f"(x[1]));
-    asm("cvt.rn.f16x2.f32 %0, %2, %1;\n" : "=r"(high) : "f"(x[2]), "f"(x[3]));
-    return low_bytes(scaled(low), scaled(high));
-  }
-
  private:
-  static __device__ __forceinline__ uint32_t scaled(uint32_t two) {
-    asm("fma.rn.relu.f16x2 %0, %0, %1, %2;\n" : "+r"(two) : "r"(0x48004800), "r"(0x52f252f2));
-    return two;
-  }
-
   // From 1024 on the last place of a half float is 1: the low byte is the rounded number.
   static __device__ __forceinline__ uint32_t low_bytes(uint32_t low, uint32_t high) {
     asm("add.rn.f16x2 %0, %0, %1;\n" : "+r"(low) : "r"(0x64006400));

@@ -43,9 +43,8 @@ struct Fp8Consumer : FwdConsumer<T> {
   static constexpr bool kAims = T::kConsumers == 2 && !T::kCarried;
   // Of row sums, behind the last columns of O: two columns of both rows, all of them the same.
   static constexpr int kSums = T::kTensorSums ? 4 : 0;
-  // Sums that the tensor unit adds to. With chunks they are the registers of scores.
+  // Sums that the tensor unit adds to.
   static constexpr int kPartial = T::kInChunks || T::kCarried ? 1 : kOutputs + kSums;
-  static constexpr int kScratch = T::kInChunks ? kScores + kSums : kScores;
 
   const Fp8KernelParams& fp8;
 
@@ -129,9 +128,6 @@ struct Fp8Consumer : FwdConsumer<T> {
   // O is kept relative to the reference and to the scale of V of the block that was added last: the
   // one multiplication of an addition serves both when they move.
 
-  __device__ __forceinline__ static float (&scores_of(float (&scratch)[kScratch]))
-      [kScores] { return reinterpret_cast<float (&)[kScores]>(scratch); }
-
   // The low word, of V of `current`.
   __device__ __forceinline__ uint32_t value_descriptor() {
     return uniform(k_major_low(shared_address(shared.v[v_ring.slot()])));
@@ -199,39 +195,54 @@ struct Fp8Consumer : FwdConsumer<T> {
     }
   }
 
-  // By the registers of scores, which hold so many columns at a time: the last columns first,
-  // beside which the row sums are.
+  // So many columns at a time, the last first, beside which the row sums are. Several chunks are in
+  // the scores' registers, or the assembler spills; one alone is not, or it serialises the
+  // products.
   static constexpr int kChunkColumns = 2 * kScores < T::kHeadDimV ? 2 * kScores : T::kHeadDimV;
+  static constexpr int kLastChunk = T::kHeadDimV - kChunkColumns;
+  template <int kColumn>
+  static constexpr int kChunk = kChunkColumns / 2 + (kColumn == kLastChunk ? kSums : 0);
 
   template <int kColumn>
-  __device__ __forceinline__ void add_columns(Stream& t, float (&s)[kScratch]) {
-    constexpr bool kFirst = kColumn + kChunkColumns == T::kHeadDimV;
-    pin_registers(s);
+  __device__ __forceinline__ void multiply_columns(Stream& t, float (&part)[kChunk<kColumn>]) {
+    pin_registers(part);
     wgmma_fence();
-    issue_pv_transposed<kChunkColumns + (kFirst ? 2 * kSums : 0), T::kBlockN>(
-        t.p, shared_address(shared.v[v_ring.slot()]) + kColumn * T::kBlockN, s, false);
+    issue_pv_transposed<2 * kChunk<kColumn>, T::kBlockN>(
+        t.p, shared_address(shared.v[v_ring.slot()]) + kColumn * T::kBlockN, part, false);
     wgmma_commit();
     wgmma_wait<0>();
-    pin_registers(s);
-    if constexpr (kFirst) {
-      add_sums(t, s + kChunkColumns / 2);
+    pin_registers(part);
+  }
+
+  template <int kColumn>
+  __device__ __forceinline__ void add_chunk(Stream& t, float (&part)[kChunk<kColumn>]) {
+    if constexpr (kColumn == kLastChunk) {
+      add_sums(t, part + kChunkColumns / 2);
       take_carry(t);
     }
     if (value_weight() != 1.0f) [[unlikely]]
-      scale_by(s, value_weight());
-    add_outputs<kColumn / 2, kChunkColumns / 2>(t, s);
-    if constexpr (kColumn > 0) add_columns<kColumn - kChunkColumns>(t, s);
+      scale_by(part, value_weight());
+    add_outputs<kColumn / 2, kChunkColumns / 2>(t, part);
+  }
+
+  template <int kColumn>
+  __device__ __forceinline__ void add_columns(Stream& t, float (&part)[kChunk<kColumn>]) {
+    multiply_columns<kColumn>(t, part);
+    add_chunk<kColumn>(t, part);
+    if constexpr (kColumn > 0) add_columns<kColumn - kChunkColumns>(t, part);
   }
 
   // All of it, before anything else is issued.
   template <bool kPlain, bool kTurn>
-  __device__ __forceinline__ void add_current(Stream& t, float (&s)[kScratch]) {
+  __device__ __forceinline__ void add_current(Stream& t, float (&s)[kScores]) {
     if constexpr (kTurn && !(kPlain && kInPieces)) take_turn();
     if constexpr (kPlain && kInPieces) {
       add_in_pieces(t);
     } else if constexpr (T::kInChunks) {
       mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
-      add_columns<T::kHeadDimV - kChunkColumns>(t, s);
+      float part[kAddsLate ? kChunk<kLastChunk> : 1];
+      if constexpr (kAddsLate) add_columns<kLastChunk>(t, part);
+      if constexpr (!kAddsLate) add_columns<kLastChunk>(t, s);
       pin_registers(t.p);
       if constexpr (kTurn && kPassesEarly) pass_turn();
     } else {
@@ -246,6 +257,8 @@ struct Fp8Consumer : FwdConsumer<T> {
   static constexpr bool kInPieces = T::kInChunks && T::kHeadDimV == 256;
   static_assert(!(kInPieces && T::kTensorSums), "no piece has the columns of ones");
   static constexpr bool kPassesEarly = kInPieces;
+  // One chunk is all: it is added to O under Q K^T, so that the turn is over the sooner.
+  static constexpr bool kAddsLate = T::kInChunks && kLastChunk == 0;
   static constexpr int kPieces = T::kHeadDimV / 64;
   static constexpr int kPiece = 32;  // registers
 
@@ -349,15 +362,7 @@ struct Fp8Consumer : FwdConsumer<T> {
   template <bool kPlain>
   __device__ __forceinline__ void finish_scores(Stream& t, float (&s)[kScores], float scale,
                                                 const float (&factor)[2]) {
-    if constexpr (T::kLseSums == LseSums::kAsked) {
-      if (fp8.exact_lse) {
-        exponentiate<true, kPlain>(t, s, scale, factor);
-      } else {
-        exponentiate<false, kPlain>(t, s, scale, factor);
-      }
-    } else {
-      exponentiate<T::kLseSums == LseSums::kExact, kPlain>(t, s, scale, factor);
-    }
+    exponentiate<T::kLseSums == LseSums::kExact, kPlain>(t, s, scale, factor);
   }
 
   // In plain blocks half of P's registers, as many of either row, are made without exponentials. It
@@ -385,8 +390,6 @@ struct Fp8Consumer : FwdConsumer<T> {
       }
       if (!by_code<kPlain>(r)) {
         t.p[r] = pack_four_e4m3(p[0], p[1], p[2], p[3]);
-      } else if constexpr (T::kInChunks) {
-        t.p[r] = PowerCode::pack(x);
       } else {
         const float one = fmaf(-PowerCode::kOctave, t.rows.reference[h], PowerCode::kOne);
 #pragma unroll
@@ -466,11 +469,22 @@ struct Fp8Consumer : FwdConsumer<T> {
   // products run: where registers do not hold sums, scores and the state of masks at a time.
   template <bool kPlain>
   __device__ __forceinline__ void step_in_turn(Stream& t) {
-    float scratch[kScratch];
-    float (&s)[kScores] = scores_of(scratch);
-    add_current<kPlain, true>(t, scratch);
-    const float unit = kPlain ? 1.0f : value_unit();
-    release_v();
+    float s[kScores];
+    float part[kAddsLate ? kChunk<kLastChunk> : 1];
+    float unit = 1.0f;
+    const auto finish_values = [&] {
+      if constexpr (!kPlain) unit = value_unit();
+      release_v();
+    };
+    if constexpr (kAddsLate) {
+      mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
+      take_turn();
+      multiply_columns<kLastChunk>(t, part);
+      pin_registers(t.p);
+    } else {
+      add_current<kPlain, true>(t, s);
+      finish_values();
+    }
     float scale = take_block<kPlain>(t);
     if constexpr (kPlain && kAims) {
       issue_aimed(t, s);
@@ -478,6 +492,10 @@ struct Fp8Consumer : FwdConsumer<T> {
       issue_qk(t.q, s);
     }
     if constexpr (!kPassesEarly) pass_turn();
+    if constexpr (kAddsLate) {
+      add_chunk<kLastChunk>(t, part);
+      finish_values();
+    }
     if constexpr (!kPlain) {
       if (newest.first()) {
         finish(t, unit);
@@ -499,13 +517,25 @@ struct Fp8Consumer : FwdConsumer<T> {
       quick_tops(s, top);
       if (__any_sync(0xffffffffu, rare(top, scale))) [[unlikely]] {
         tops_of_rows(s, top);
-        if (far_from_zero(top, scale)) scale_first(s, top, scale);
+        if (__any_sync(0xffffffffu, far_from_zero(top, scale))) {
+          scale_first(s, top, scale);
+          if constexpr (T::kTensorSums) {  // as in step_overlapped()
+            finish_in_turn<false>(t, s, top, scale);
+            return;
+          }
+        }
       }
     } else {
       tops_of_rows(s, top);
       if (far_from_zero(top, scale)) [[unlikely]]
         scale_first(s, top, scale);
     }
+    finish_in_turn<kPlain>(t, s, top, scale);
+  }
+
+  template <bool kPlain>
+  __device__ __forceinline__ void finish_in_turn(Stream& t, float (&s)[kScores],
+                                                 const float (&top)[2], float scale) {
     move_references(t.rows, top, scale, t.factor);
     finish_scores<kPlain>(t, s, scale, t.factor);
     aim(t);
@@ -523,9 +553,7 @@ struct Fp8Consumer : FwdConsumer<T> {
   __device__ __forceinline__ void finish(Stream& t, float unit) {
     if constexpr (!T::kTensorSums) t.rows.finish();
     float inverse[2];
-    const bool exact_lse =
-        T::kLseSums == LseSums::kAsked ? fp8.exact_lse != 0 : T::kLseSums == LseSums::kExact;
-    if (T::kTensorSums && exact_lse) {
+    if (T::kTensorSums && T::kLseSums == LseSums::kExact) {
       SoftmaxRows exact{{0.0f, 0.0f}, {t.exact[0], t.exact[1]}};
       exact.finish();
       epilogue.store_lse(shared.tiles[t.current.slot()], t.rows, exact.sum, inverse);
@@ -559,8 +587,8 @@ struct Fp8Consumer : FwdConsumer<T> {
 
   // P V of the last block of all.
   __device__ __forceinline__ void last_block(Stream& t) {
-    float scratch[kScratch];
-    add_current<false, false>(t, scratch);
+    float s[kScores];
+    add_current<false, false>(t, s);
     const float unit = value_unit();
     release_v();
     finish(t, unit);

@@ -68,7 +68,6 @@ Status launch_fp8(const Fp8Params& in, const DeviceInfo& device, cudaStream_t st
   params.k_scale = scale_view(in.k_scale);
   params.v_scale = scale_view(in.v_scale);
   params.v_blocks = blocks_for(in.fwd.max_seqlen_k, ValueLayout::kKeys);
-  params.exact_lse = in.exact_lse;
   const int grid = fwd_grid(in.fwd, device, params, 1);
   Status status = prepare_kernel<T>(fp8_fwd_kernel<T>, in.fwd.device);
   if (!status.ok()) return status;
@@ -82,14 +81,11 @@ Status launch_fp8(const Fp8Params& in, const DeviceInfo& device, cudaStream_t st
 template <int kHeadDim, int kHeadDimV, ValueSource kValueSource, class Schedule>
 Status launch_fp8_by(const Fp8Params& in, const DeviceInfo& device, cudaStream_t stream,
                      FwdPlan* plan) {
-  if constexpr (!Schedule::kTensorSums || Schedule::kConsumers == 3) {
-    constexpr auto kSums = Schedule::kTensorSums ? LseSums::kAsked : LseSums::kExact;
-    return launch_fp8<Fp8Traits<kHeadDim, kHeadDimV, kValueSource, Schedule, kSums>>(in, device,
-                                                                                     stream, plan);
-  } else if (in.exact_lse != 0) {
+  if (!Schedule::kTensorSums || in.exact_lse != 0) {
     return launch_fp8<Fp8Traits<kHeadDim, kHeadDimV, kValueSource, Schedule, LseSums::kExact>>(
         in, device, stream, plan);
-  } else {
+  }
+  if constexpr (Schedule::kTensorSums) {
     return launch_fp8<Fp8Traits<kHeadDim, kHeadDimV, kValueSource, Schedule, LseSums::kRounded>>(
         in, device, stream, plan);
   }

@@ -20,7 +20,6 @@ struct Fp8KernelParams : FwdKernelParams {
   ScaleView v_scale;
   // Of a V that lies transposed: blocks of one dense sequence.
   int32_t v_blocks;
-  int32_t exact_lse;  // 0: the LSE may be that of rounded probabilities
 };
 
 }  // namespace flash_attn3

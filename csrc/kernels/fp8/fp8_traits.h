@@ -42,7 +42,6 @@ enum class RowSums {
 enum class LseSums {
   kRounded,  // the tensor unit's
   kExact,
-  kAsked,  // either, as the call says: three consumers' registers hold both ways in one kernel
 };
 
 // The scale of a block of V. O is kept in units: the scale of the block that was added last, as
@@ -104,9 +103,9 @@ struct Fp8Traits : Schedule {
   using Schedule::kTensorSums;
   using Schedule::kValueStages;
 
-  // Addresses of stages in uniform registers: three consumers' products are serialised by it. The
-  // carried consumer makes its own; with the first block's beside them fewer are.
-  static constexpr bool kUniform = kConsumers == 2 && !kCarried;
+  // Addresses of stages in uniform registers. The carried consumer makes its own; with the first
+  // block's beside them fewer are.
+  static constexpr bool kUniform = !kCarried;
   static constexpr bool kScaled = true;  // Q, K and V have scales
   static constexpr LseSums kLseSums = kLseSums_;
   static constexpr bool kOpenLeft = false;
