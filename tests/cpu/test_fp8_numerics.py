@@ -223,9 +223,6 @@ def test_the_emulated_codes_have_the_kernels_constants():
     text = CODES.read_text()
     octave, one = (float(re.search(rf"{name} = ([\d.]+)f;", text)[1])
                    for name in ("kOctave", "kOne"))
-    scaled = torch.tensor([octave, one]).half().view(torch.int16).tolist()
-    packed = [int(word, 16) for word in re.findall(r'"r"\((0x[0-9a-f]{8})\)', text)[:2]]
-    assert packed == [half << 16 | half for half in scaled]
     x = torch.arange(-20, 8.01, 1 / 64)
     codes = torch.round((octave * x + one).clamp(min=0)).to(torch.uint8)
     assert (accuracy.by_code(x).to(torch.float8_e4m3fn).view(torch.uint8) - codes).abs().max() <= 1
