@@ -295,6 +295,24 @@ def test_scales_whose_product_is_zero(d):
         assert relative(out, mean) < 0.05
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("keys", [900, 1500])
+@pytest.mark.parametrize("transpose_v", [False, True])
+def test_rows_far_from_zero_share_their_largest_keys_evenly(d, keys, transpose_v):
+    """Exponents up to 370,000, beside which codes of P would be off: V tells keys that could be
+    made by codes from the others. Rows below 2^17 lie between."""
+    q, k = torch.zeros(1, 300, 2, d, device="cuda"), torch.zeros(1, keys, 2, d, device="cuda")
+    q[..., :7] = torch.randint(1, 17, (1, 300, 2, 7), device="cuda").float()
+    key = torch.arange(keys, device="cuda")
+    k[:, key, :, key % 7] = 16.0
+    v = torch.where(key % 32 < 16, 1.0, -1.0)[None, :, None, None].expand(1, keys, 2, d)
+    given = quantize(*(t.bfloat16() for t in (q, k, v)), transpose_v=transpose_v)
+    out = flash_attn_func(*given, softmax_scale=1000.0)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * 1000.0
+    want = torch.einsum("bhqk,bkhd->bqhd", torch.softmax(scores, -1), v.double())
+    assert float((out.double() - want).abs().max()) < 0.01
+
+
 def test_no_step_at_the_edges_of_tiles():
     """One row against the last row of a prefill, and its error, for Sk from 88 to 256."""
     errors = []
