@@ -66,6 +66,12 @@ int64_t blocks_of(const QuantizeArgs& args) {
   return int64_t(args.blocks) * args.heads * (args.cu_seqlens != nullptr ? 1 : args.batch);
 }
 
+// The most that a call may ask for, whatever this one does: another thread may launch the same
+// kernel between the two calls here.
+cudaError_t allow_shared_bytes(void (*kernel)(QuantizeArgs), int bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
 cudaError_t launch_by(void (*kernel)(QuantizeArgs), const QuantizeArgs& args, int threads,
                       cudaStream_t stream) {
   const int bytes = args.transposed != 0
@@ -73,7 +79,7 @@ cudaError_t launch_by(void (*kernel)(QuantizeArgs), const QuantizeArgs& args, in
                         : 0;
   cudaError_t error = cudaSuccess;
   if (bytes > 48 * 1024) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    error = allow_shared_bytes(kernel, ValueLayout::kKeys * (quantize_row_bytes(256) + 256));
   }
   if (error != cudaSuccess) return error;
   kernel<<<unsigned(blocks_of(args)), threads, bytes, stream>>>(args);
@@ -102,8 +108,8 @@ cudaError_t launch_rotated(const QuantizeArgs& args, const DeviceInfo& device,
   const auto kernel = quantize_rotated_kernel<Element, kParts, kMixed>;
   const int stages = kRotatedStages + (args.transposed != 0);
   const int bytes = stages * args.block_rows * kRotatedRowBytes<kParts>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const cudaError_t error = allow_shared_bytes(
+      kernel, (kRotatedStages + 1) * ValueLayout::kKeys * kRotatedRowBytes<kParts>);
   if (error != cudaSuccess) return error;
   const int64_t at_once = int64_t(device.sms) * kRotatedCtas<kParts> * (128 / args.block_rows);
   const unsigned ctas = unsigned(std::min(blocks_of(args), at_once));

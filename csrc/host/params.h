@@ -101,7 +101,8 @@ struct Fp8Params {
   void* v_room;
 };
 
-// Makes e4m3 and scales of one of Q, K and V, dense or ragged.
+// Makes e4m3 and scales of one of Q, K and V, dense or ragged. Strides are multiples of 8 elements,
+// pointers of 16 bytes: nobody looks.
 struct QuantizeParams {
   const void* in;             // [B, S, H, D] or [total, H, D], bfloat16 or float16
   const float* mean;          // [B, H, D] or null: taken off each row, before the rotation

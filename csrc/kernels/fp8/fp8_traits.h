@@ -18,7 +18,7 @@ constexpr int kTopExponent = 8;
 // arithmetic.
 enum class Promotion {
   kWhole,   // in registers of their own, as many as O has; P V runs under the next softmax
-  kChunks,  // part of the columns at a time in the registers that hold scores otherwise
+  kChunks,  // part of the columns at a time, before the next Q K^T
   // In O's registers by the products themselves, up to kCarriedBlocks blocks; then a mean of all
   // before, in shared memory, takes them up.
   kCarried,

@@ -11,8 +11,8 @@
 namespace flash_attn3 {
 
 enum class TileOrder : int32_t {
-  kStatic = 0,  // dense: CTA c takes tiles c, c + grid, ...; every other round reversed where tiles
-                // differ in length
+  kStatic = 0,   // dense: CTA (or pair) c takes tiles c, c + grid, ...; every other round reversed
+                 // where tiles differ in length
   kDynamic = 1,  // dense: an atomic counter
   kRagged = 2,   // the workspace holds a prefix sum of the sequences' tiles, and the counter
 };
