@@ -55,7 +55,8 @@ SCHEMES: dict[str, Scheme] = {
 
 def is_coded(parts: QuantizedQKV) -> bool:
     """Whether the kernel of these head dims makes half of P by its code (fp8_codes.h): where the
-    tensor unit adds up P, as fp8_config.h says. V with scales of blocks comes to it transposed."""
+    tensor unit adds up P, as fp8_config.h says. V with scales of blocks comes to it transposed; V
+    as rows of few keys has a kernel of its own."""
     q, k, v = parts
     d, dv = q.data.shape[-1], v.data.shape[2 if v.transposed else -1]
     transposed = v.transposed or v.block != 0

@@ -156,7 +156,8 @@ def check_pairs(case, **more):
 @pytest.mark.parametrize("dims", [(192, 192), (192, 128), (256, 256), (200, 120)], ids=str)
 @pytest.mark.parametrize("more", [
     dict(), dict(causal=True), dict(softcap=15.0, size=4.0), dict(causal=True, size=8.0),
-    dict(used_k=(1500, 2100)), dict(causal=True, used_k=(130, 2048)), dict(scale=-0.1),
+    dict(used_k=(1500, 2100)), dict(causal=True, used_k=(130, 2048)), dict(used_k=(0, 1)),
+    dict(causal=True, used_k=(1, 0)), dict(scale=-0.1),
     dict(sm_margin=3), dict(causal=True, sm_margin=130), dict(causal=True, sm_margin=131)], ids=str)
 def test_pairs(dims, more):
     case = Case((2178,) * 2, (2200,) * 2, 6, 2, *dims, dtype=torch.bfloat16)
