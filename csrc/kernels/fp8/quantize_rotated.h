@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(kRotatedWarps * 32, kRotatedCtas<kParts>)
     uint8_t* stage = own + n % kRotatedStages * stage_bytes;
     uint8_t* rows = stage + lane / 4 * kRotatedRowBytes<kParts> + column * 2;
     const RotatedBlock block = shared.blocks[place];
-    if (block.scale == nullptr) return;
+    if (block.scale == nullptr) break;
     wait_for_async_groups<kRotatedStages - 1>();
     __syncwarp();
 
@@ -409,6 +409,7 @@ __global__ void __launch_bounds__(kRotatedWarps * 32, kRotatedCtas<kParts>)
     if (transposed) write_transposed(args, tiles, block.out);
     if (warp == 0) find_block<Element>(args, nth, shared, place_of_block(n + kRotatedStages + 1));
   }
+  wait_for_async_copies();  // zeros of blocks that there are not
 }
 
 }  // namespace flash_attn3
