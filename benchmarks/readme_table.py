@@ -28,20 +28,24 @@ def cell(value: float | None) -> str:
 
 
 def markdown(data: dict) -> str:
-    columns, dtype = PEERS[data["what"]], DTYPES[data["what"]]
+    dtype = DTYPES[data["what"]]
+    dense = [row for row in data["rows"]
+             if row["config"].get("case") == "dense" and row["config"]["dtype"] == dtype]
+    columns = [p for p in PEERS[data["what"]]
+               if p != "fa2" or any(row["peers"].get(p) for row in dense)]
     compared = [p for p in columns if p != "fa2"]
     lines = [
         f"Measured on {data['device']} (driver {data['driver']}, torch {data['torch']}),",
         f"commit {data['commit'][:12]}, {data['date']}; {data['unit']}, {dtype}, 16,384 tokens, "
         "hidden 2048.",
         "",
-        "| D | mask | S | flash_attn3 | " + " | ".join(TITLES[p] for p in columns) + " | ratio |",
-        "|---" * (5 + len(columns)) + "|",
     ]
-    for row in data["rows"]:
+    if dense:
+        titles = " | ".join(TITLES[p] for p in columns)
+        lines += [f"| D | mask | S | flash_attn3 | {titles} | ratio |",
+                  "|---" * (5 + len(columns)) + "|"]
+    for row in dense:
         config, peers = row["config"], row["peers"]
-        if config.get("case") != "dense" or config["dtype"] != dtype:
-            continue
         best = max((peers.get(p) or 0 for p in compared), default=0)
         ratio = f"{row['ours'] / best:.2f}" if best and row["ours"] else "-"
         mask = "causal" if config["causal"] else "full"
@@ -49,9 +53,10 @@ def markdown(data: dict) -> str:
         lines.append(
             f"| {config['D']} | {mask} | {config['S']} | {cell(row['ours'])} | {rates} | {ratio} |"
         )
-    names = [TITLES[p] for p in compared]
-    best_of = f"{', '.join(names[:-1])} and {names[-1]}"
-    lines += ["", f"ratio: to the best of {best_of} in the same run.", ""]
+    if dense:
+        names = [TITLES[p] for p in compared]
+        best_of = f"{', '.join(names[:-1])} and {names[-1]}"
+        lines += ["", f"ratio: to the best of {best_of} in the same run.", ""]
     if data.get("figures"):
         lines += ["| figure | measured | asked | met |", "|---|---|---|---|"]
         for figure in data["figures"]:

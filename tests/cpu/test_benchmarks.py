@@ -399,6 +399,12 @@ def test_readme_table_between_markers(tmp_path, monkeypatch):
     assert text.startswith("a\n") and text.endswith("b\n") and "old" not in text
     assert sum("| 1.05 |" in line for line in text.splitlines()) == 36
     assert readme_table.main([*arguments, "--check"]) == 0
+    # A part of a run without dense rows has no table of them.
+    data["rows"] = [row for row in rows if row["config"]["case"] != "dense"]
+    (tmp_path / "forward-y.json").write_text(results.dump(data))
+    assert readme_table.main(arguments) == 0
+    assert readme.read_text().count("| D | mask |") == 1
+    assert readme.read_text().count("Measured on") == 2
 
 
 def test_plot_series():
