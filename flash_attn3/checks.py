@@ -49,6 +49,11 @@ def same_dtype(name: str, t: Tensor, q: Tensor) -> None:
         raise TypeError(f"{name} has dtype {t.dtype}; expected {q.dtype}, the dtype of q")
 
 
+def floating_point(name: str, t: Tensor) -> None:
+    if not t.is_floating_point():
+        raise TypeError(f"{name} has dtype {t.dtype}; expected a floating-point dtype")
+
+
 def integer(name: str, value, least: int, accepted: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, _INT_TYPES):
         raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected an int")

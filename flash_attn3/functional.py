@@ -84,8 +84,10 @@ def flash_attn_bwd(
 
     out and lse may be those of `flash_attn_fwd` on the same arguments, or of a larger softmax that
     these keys are a part of (merged over ring steps, with a sink): P is exp(scores - lse), and
-    rowsum(dout * out) is taken from what is given. A row whose lse is -inf or +inf contributes
-    nothing: its dq is 0 and it adds 0 to dk and dv. Rows outside of every sequence get 0.
+    rowsum(dout * out) is taken from what is given. dout, out, lse and dlse may be of any
+    floating-point dtype, as a merged out in float32; what runs may round them to the dtypes that
+    `flash_attn_fwd` gives. A row whose lse is -inf or +inf contributes nothing: its dq is 0 and it
+    adds 0 to dk and dv. Rows outside of every sequence get 0.
     `deterministic=True` gives equal bits from run to run.
     """
     options = _options(
@@ -99,10 +101,11 @@ def flash_attn_bwd(
     of_lse = lse_shape(q, cu_seqlens_q is not None)
     for name, t, shape in (("dout", dout, out_shape), ("out", out, out_shape),
                            ("lse", lse, of_lse), ("dlse", dlse, of_lse)):
-        if t is not None:
+        if t is not None or name != "dlse":
             checks.tensor(name, t)
             checks.shape(name, t, shape)
             checks.on_device(name, t, q)
+            checks.floating_point(name, t)
     if dispatch.uses_kernels(make_call(q, k, v, *options[:-1])):
         return torch.ops.flash_attn3.bwd(dout, dlse, q, k, v, out, lse, *options)
     return torch.ops.flash_attn3.fallback_bwd(dout, dlse, q, k, v, out, lse, *options)

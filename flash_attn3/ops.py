@@ -234,6 +234,7 @@ def _bwd_by_torch(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seq
         _check_shape(dlse, "dlse", of_lse, q.device)
     dout = dout.to(q.dtype)
     out = out.to(q.dtype)
+    lse = lse.float()
 
     call = make_call(q, k, v, *options[:-1])
     if call.empty:

@@ -180,8 +180,7 @@ def _check_rotary(q, k, cos, sin) -> None:
     for name, t in (("rotary_cos", cos), ("rotary_sin", sin)):
         checks.tensor(name, t, (2,))
         checks.on_device(name, t, q)
-        if not t.is_floating_point():
-            raise TypeError(f"{name} has dtype {t.dtype}; expected a floating-point dtype")
+        checks.floating_point(name, t)
     if 2 * cos.shape[1] > q.shape[-1]:
         raise ValueError(
             f"rotary_cos has shape {tuple(cos.shape)}; expected at most {q.shape[-1] // 2} "

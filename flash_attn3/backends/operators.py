@@ -113,7 +113,9 @@ def _fallback_bwd(dout, dlse, q, k, v, out, lse, *options) -> tuple[Tensor, Tens
     with _no_autocast(q.device):
         if name == "blockwise":
             return blockwise_backward(dout, dlse, q, k, v, out, lse, *options)
-        return BACKWARD[name][1](call, dout, q, k, v, out, lse, *options[:4])
+        # They want one dtype, and the LSE in that of their sums; blockwise takes any, unrounded.
+        return BACKWARD[name][1](call, dout.to(q.dtype), q, k, v, out.to(q.dtype),
+                                 lse.to(call.acc_dtype), *options[:4])
 
 
 def _fake_fwd(q, k, v, cu_seqlens_q=None, *options) -> tuple[Tensor, Tensor]:

@@ -7,13 +7,14 @@ import torch
 from support.cases import MASKS, Case
 from support.compare import check_case, check_close
 
+import flash_attn3
 import reference
 from flash_attn3.backends import blockwise, blockwise_backward, blockwise_forward, flex, sequences
 from flash_attn3.backends.call import make_call
 
 pytestmark = pytest.mark.cpu
 HEADS = ((2, 2), (6, 2), (5, 1))
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -31,6 +32,8 @@ def test_dtypes_heads_and_head_dims(dtype, heads, dims):
     for causal in (False, True):
         check_case(Case((29, 29), (50, 50), *heads, *dims, dtype=dtype, causal=causal))
         check_case(Case((40, 40), (40, 40), *heads, *dims, dtype=dtype, causal=causal))
+        check_case(Case((9, 0, 31), (9, 0, 31), *heads, *dims, dtype=dtype, causal=causal,
+                        ragged=True))
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -166,10 +169,24 @@ def test_autocast_of_the_caller_changes_nothing(name, monkeypatch):
     assert all(g.dtype == w.dtype and torch.equal(g, w) for g, w in zip(got, want))
 
 
-def test_gradients_by_finite_differences():
-    case = Case((5,), (7,), 4, 2, 8, 16, dtype=torch.float64, causal=True, softcap=2.0)
-    inputs = [t.requires_grad_() for t in case.make()]
-    assert torch.autograd.gradcheck(lambda q, k, v: case.call(q, k, v)[0], inputs)
+@pytest.mark.parametrize("name, case", [
+    ("blockwise", Case((5,), (7,), 4, 2, 8, 16, causal=True, softcap=2.0)),
+    ("aten_cpu_flash", Case((5,), (7,), 2, 2, 8)),
+    ("aten_cpu_flash", Case((6,), (6,), 4, 2, 8, causal=True)),
+    ("aten_cpu_flash", Case((5, 2), (5, 2), 4, 1, 8, ragged=True, causal=True))], ids=str)
+def test_gradients_by_finite_differences(name, case, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN3_BACKEND", name)
+    inputs = [t.double().requires_grad_() for t in case.make()]
+    # Ragged lengths that are one tensor, which the causal mask of PyTorch's kernel needs.
+    cu = torch.tensor(case.cu(case.lengths_q), dtype=torch.int32) if case.ragged else None
+    options = dict(causal=case.causal, softcap=case.softcap)
+
+    def attention(q, k, v):
+        if case.ragged:
+            return flash_attn3.flash_attn_varlen_func(q, k, v, cu, cu, 5, 5, **options)
+        return flash_attn3.flash_attn_func(q, k, v, **options)
+
+    assert torch.autograd.gradcheck(attention, inputs)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -80,6 +80,44 @@ def test_lse_of_the_caller_with_excluded_rows():
         assert bool((dq[0, 7] == 0).all())
 
 
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(softcap=3.0)], ids=str)
+@pytest.mark.parametrize("dtype", HALF + (torch.float32, torch.float64), ids=str)
+def test_out_and_lse_of_a_caller_in_other_dtypes(dtype, options):
+    """A ring step merges in float32 whatever the inputs are."""
+    q, k, v = (torch.randn(1, 20, h, 32).to(dtype) for h in (4, 2, 2))
+    out, lse = flash_attn_fwd(q, k, v, **options)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    for given in (None, dlse):
+        want = flash_attn_bwd(dout, q, k, v, out, lse, dlse=given, **options)
+        for of_out in HALF + (torch.float32, torch.float64):
+            for of_lse in (torch.float32, torch.float64):
+                got = flash_attn_bwd(
+                    dout.to(of_out), q, k, v, out.to(of_out), lse.to(of_lse),
+                    dlse=None if given is None else given.to(of_lse), **options)
+                assert all(g.dtype == dtype for g in got)
+                coarse = max(torch.finfo(dtype).eps, torch.finfo(of_out).eps)
+                for g, w in zip(got, want):
+                    assert (g - w).abs().max() <= max(8 * coarse, 1e-6) * w.abs().max()
+
+
+@pytest.mark.parametrize("name", ["dout", "out", "lse", "dlse"])
+def test_tensors_of_a_backward_are_checked(name):
+    q = torch.randn(1, 5, 2, 16)
+    out, lse = flash_attn_fwd(q, q, q)
+    right = dict(dout=out, q=q, k=q, v=q, out=out, lse=lse, dlse=lse)
+    for wrong, error, words in (
+            (right[name].int(), TypeError, "has dtype torch.int32; expected a floating-point"),
+            (right[name].bool(), TypeError, "has dtype torch.bool; expected a floating-point"),
+            (right[name].cfloat(), TypeError, "has dtype torch.complex64; expected a floating"),
+            (right[name].to("meta"), ValueError, "is on meta; expected cpu"),
+            (right[name][0], ValueError, "has shape"), (1.0, TypeError, "is a float"),
+            (None, TypeError, "is a NoneType; expected a torch.Tensor")):
+        if wrong is None and name == "dlse":
+            continue
+        with pytest.raises(error, match=f"^{name} {words}"):
+            flash_attn_bwd(**{**right, name: wrong})
+
+
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("s", [64, 191, 192])
 def test_large_negative_logits(dtype, s):
