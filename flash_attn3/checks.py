@@ -54,6 +54,13 @@ def floating_point(name: str, t: Tensor) -> None:
         raise TypeError(f"{name} has dtype {t.dtype}; expected a floating-point dtype")
 
 
+def floating_dtype(name: str, value) -> None:
+    if not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError(
+            f"{name} is {value!r}; expected a floating-point torch.dtype, as torch.bfloat16, or "
+            "None")
+
+
 def integer(name: str, value, least: int, accepted: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, _INT_TYPES):
         raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected an int")
@@ -106,20 +113,26 @@ def options(softmax_scale, causal, attention_chunk, softcap, num_splits, pack_gq
     integer("sm_margin", sm_margin, 0)
 
 
+def head_dim(name: str, value: int, dtype: torch.dtype, verb: str = "has head dim") -> None:
+    step = 16 if dtype == torch.float8_e4m3fn else 8
+    if value < step or value > 256 or value % step:
+        raise ValueError(
+            f"{name} {verb} {value}; expected a multiple of {step} from {step} to 256 for {dtype}")
+
+
+def takes_qv(d: int, dv: int) -> bool:
+    return d == 64 and dv in (256, 512)
+
+
 def _head_dims(q: Tensor, v: Tensor, v_name: str, has_qv: bool) -> None:
     d, dv = q.shape[-1], v.shape[-1]
-    if has_qv:
-        if d != 64 or dv not in (256, 512):
-            raise ValueError(
-                f"qv is given with head dims D {d} of q and Dv {dv} of {v_name}; expected D 64 and "
-                "Dv 256 or 512")
-        return
-    step = 16 if v.dtype == torch.float8_e4m3fn else 8
-    for name, value in (("q", d), (v_name, dv)):
-        if value < step or value > 256 or value % step:
-            raise ValueError(
-                f"{name} has head dim {value}; expected a multiple of {step} from {step} to 256 "
-                f"for {v.dtype}")
+    if not has_qv:
+        head_dim("q", d, v.dtype)
+        head_dim(v_name, dv, v.dtype)
+    elif not takes_qv(d, dv):
+        raise ValueError(
+            f"qv is given with head dims D {d} of q and Dv {dv} of {v_name}; expected D 64 and "
+            "Dv 256 or 512")
 
 
 def qkv(q, k, v, ragged_q: bool, ragged_k: bool, has_qv: bool = False, k_name: str = "k",

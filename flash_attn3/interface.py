@@ -410,7 +410,8 @@ def flash_attn_with_kvcache(
         cu_seqlens_q: (B + 1,) int32 with max_seqlen_q, an int.
         rotary_seqlens: (B,) int32: replaces cache_seqlens as the first rotary position.
         rotary_interleaved: pairs are (0, 1), (2, 3), ...; else (0, r / 2), (1, r / 2 + 1), ...
-        scheduler_metadata: what get_scheduler_metadata gave for the same sizes, or None.
+        scheduler_metadata: what get_scheduler_metadata gave for the same batch size, heads, head
+            dims and page size, or None.
         return_softmax_lse: return (out, lse), not out alone.
 
     Other arguments and errors: see `flash_attn_func`. There is no gradient: a call that would need
@@ -438,8 +439,9 @@ def flash_attn_combine(
     Args:
         out_partial: (splits, B, S, H, Dv) or (splits, total, H, Dv), a float dtype.
         lse_partial: (splits, B, S, H) or (splits, total, H) float32, -inf where a split saw no key.
-        out: written in place and returned, if given: (B, S, H, Dv) or (total, H, Dv).
-        out_dtype: dtype of the result; None is out's, or out_partial's.
+        out: written in place and returned, if given: (B, S, H, Dv) or (total, H, Dv), a float
+            dtype.
+        out_dtype: float dtype of the result; None is out's, or out_partial's.
 
     Returns:
         out, and lse (B, S, H) or (total, H) float32.
@@ -472,8 +474,15 @@ def get_scheduler_metadata(
 ) -> Tensor:
     """A plan for calls of flash_attn_with_kvcache with these sizes: an int32 tensor.
 
-    Pass it as `scheduler_metadata`; a call of other sizes raises ValueError. `cache_seqlens` is a
-    (B,) int32 tensor whose values may change between the plan and the calls.
+    Pass it as `scheduler_metadata`; a call of another batch size, of other head counts or head
+    dims, or of another page size raises ValueError. Everything else may change between the plan
+    and the calls: nothing in it depends on lengths, dtype, masks or the values of `cache_seqlens`,
+    a (B,) int32 tensor.
+
+    Args:
+        headdim, headdim_v: D and Dv as to `flash_attn_with_kvcache`, Dv 256 or 512 with D 64 for qv
+            included; headdim_v None is headdim.
+        page_size: rows of a page of a cache with page_table; None without.
     """
     return kvcache.scheduler_metadata(
         batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,

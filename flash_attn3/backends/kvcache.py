@@ -267,8 +267,7 @@ def combine(out_partial, lse_partial, out, out_dtype) -> tuple[Tensor, Tensor]:
     """flash_attn_combine."""
     checks.tensor("out_partial", out_partial, (4, 5))
     checks.tensor("lse_partial", lse_partial, (out_partial.dim() - 1,))
-    if not out_partial.is_floating_point():
-        raise TypeError(f"out_partial has dtype {out_partial.dtype}; expected a float dtype")
+    checks.floating_point("out_partial", out_partial)
     if lse_partial.dtype != torch.float32:
         raise TypeError(f"lse_partial has dtype {lse_partial.dtype}; expected torch.float32")
     checks.shape("lse_partial", lse_partial, tuple(out_partial.shape[:-1]),
@@ -277,8 +276,11 @@ def combine(out_partial, lse_partial, out, out_dtype) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"lse_partial is on {lse_partial.device}; expected {out_partial.device}, the device of "
             "out_partial")
+    if out_dtype is not None:
+        checks.floating_dtype("out_dtype", out_dtype)
     if out is not None:
         checks.tensor("out", out)
+        checks.floating_point("out", out)
         checks.shape("out", out, tuple(out_partial.shape[1:]), "out_partial's without the splits")
         if out.device != out_partial.device:
             raise ValueError(f"out is on {out.device}; expected {out_partial.device}")
@@ -312,20 +314,24 @@ def scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_
     for name, value, least in (
             ("batch_size", batch_size, 0), ("max_seqlen_q", max_seqlen_q, 0),
             ("max_seqlen_k", max_seqlen_k, 0), ("num_heads_q", num_heads_q, 1),
-            ("num_heads_kv", num_heads_kv, 1), ("headdim", headdim, 8),
+            ("num_heads_kv", num_heads_kv, 1), ("headdim", headdim, 0),
             ("max_seqlen_k_new", max_seqlen_k_new, 0)):
         checks.integer(name, value, least)
     if num_heads_q % num_heads_kv:
         raise ValueError(
             f"num_heads_kv is {num_heads_kv}; expected a divisor of num_heads_q, {num_heads_q}")
-    if headdim_v is not None:
-        checks.integer("headdim_v", headdim_v, 8)
+    if headdim_v is None:
+        headdim_v = headdim
+    checks.integer("headdim_v", headdim_v, 0)
     if page_size is not None:
         checks.integer("page_size", page_size, 1)
     if qkv_dtype not in checks.DTYPES:
         raise TypeError(
             f"qkv_dtype is {qkv_dtype}; expected torch.float16, torch.bfloat16 or "
             "torch.float8_e4m3fn")
+    if not checks.takes_qv(headdim, headdim_v):
+        checks.head_dim("headdim", headdim, qkv_dtype, "is")
+        checks.head_dim("headdim_v", headdim_v, qkv_dtype, "is")
     checks.options(None, causal, attention_chunk, 0.0, num_splits, pack_gqa, False, sm_margin)
     checks.boolean("has_softcap", has_softcap)
     checks.window(window_size)
@@ -337,8 +343,7 @@ def scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_
         if t is not None:
             checks.int_vector(name, t, length, cache_seqlens)
     sizes = dict(zip(_PLAN_FIELDS, (
-        batch_size, num_heads_q, num_heads_kv, headdim,
-        headdim if headdim_v is None else headdim_v, page_size or 0)))
+        batch_size, num_heads_q, num_heads_kv, headdim, headdim_v, page_size or 0)))
     # Filled on the device value by value: a copy from the host could not be captured in a graph.
     plan = torch.empty(1 + len(sizes) + batch_size, dtype=torch.int32, device=cache_seqlens.device)
     plan[0].fill_(_PLAN_VERSION)

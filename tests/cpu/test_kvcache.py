@@ -164,16 +164,51 @@ def test_splits_are_a_hint(splits):
     assert plan.dtype == torch.int32 and torch.allclose(got, want, atol=1e-6)
 
 
+PLAN = dict(batch_size=3, max_seqlen_q=2, max_seqlen_k=24, num_heads_q=4, num_heads_kv=2,
+            headdim=16, cache_seqlens=ints(1, 2, 3), headdim_v=24)
+
+
 def test_plan_of_other_sizes_raises():
     """C76."""
     q, k, v = make()
     for change in (dict(batch_size=2, cache_seqlens=ints(1, 1)), dict(headdim=32),
-                   dict(num_heads_q=8), dict(page_size=16)):
-        sizes = dict(batch_size=3, max_seqlen_q=2, max_seqlen_k=24, num_heads_q=4, num_heads_kv=2,
-                     headdim=16, cache_seqlens=ints(1, 2, 3), headdim_v=24)
-        plan = flash_attn3.get_scheduler_metadata(**{**sizes, **change})
+                   dict(headdim_v=None), dict(num_heads_q=8), dict(num_heads_kv=1),
+                   dict(page_size=16)):
+        plan = flash_attn3.get_scheduler_metadata(**{**PLAN, **change})
         with pytest.raises(ValueError, match="scheduler_metadata"):
             CACHE(q, k, v, cache_seqlens=ints(1, 2, 3), scheduler_metadata=plan)
+
+
+@pytest.mark.parametrize("change", [
+    dict(max_seqlen_q=7), dict(max_seqlen_k=9999), dict(max_seqlen_k_new=3), dict(causal=True),
+    dict(window_size=(3, 0)), dict(attention_chunk=4), dict(has_softcap=True), dict(sm_margin=8),
+    dict(cache_seqlens=ints(24, 0, 9)), dict(qkv_dtype=torch.float16)], ids=str)
+def test_plan_depends_on_no_lengths_or_options(change):
+    q, k, v = make()
+    plan = flash_attn3.get_scheduler_metadata(**PLAN)
+    other = flash_attn3.get_scheduler_metadata(**{**PLAN, **change})
+    assert torch.equal(plan, other)
+    got = CACHE(q, k, v, cache_seqlens=ints(1, 2, 3), scheduler_metadata=other)
+    assert torch.equal(got, CACHE(q, k, v, cache_seqlens=ints(1, 2, 3)))
+
+
+@pytest.mark.parametrize("change, error, pattern", [
+    (dict(headdim=63), ValueError, "^headdim is 63; expected a multiple of 8 from 8 to 256"),
+    (dict(headdim=0), ValueError, "^headdim is 0"), (dict(headdim=264), ValueError, "^headdim is"),
+    (dict(headdim_v=9999), ValueError, "^headdim_v is 9999; expected a multiple of 8 .* 256"),
+    (dict(headdim_v=512), ValueError, "^headdim_v is 512"),
+    (dict(headdim=24, qkv_dtype=torch.float8_e4m3fn), ValueError, "^headdim is 24.*of 16 from 16"),
+    (dict(headdim=16.0), TypeError, "^headdim is 16.0"),
+    (dict(headdim_v="a"), TypeError, "^headdim_v is 'a'"),
+    (dict(num_heads_q=3), ValueError, "^num_heads_kv is 2"),
+    (dict(cache_seqlens=ints(1, 2)), ValueError, "^cache_seqlens has shape"),
+])
+def test_plan_refuses_what_no_call_takes(change, error, pattern):
+    with pytest.raises(error, match=pattern):
+        flash_attn3.get_scheduler_metadata(**{**PLAN, **change})
+    for dv in (256, 512):  # of a call with qv
+        plan = flash_attn3.get_scheduler_metadata(**{**PLAN, "headdim": 64, "headdim_v": dv})
+        assert plan[4:6].tolist() == [64, dv]
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -197,6 +232,26 @@ def test_combine_parts(ragged):
     nothing = torch.full_like(lses, float("-inf"))
     out, merged = flash_attn3.flash_attn_combine(outs, nothing, out_dtype=torch.float16)
     assert out.dtype == torch.float16 and bool((out == 0).all()) and bool((merged < -1e30).all())
+
+
+@pytest.mark.parametrize("change, error, pattern", [
+    (dict(out_dtype="bf16"), TypeError, "^out_dtype is 'bf16'; expected a floating-point torch.dt"),
+    (dict(out_dtype=torch.int32), TypeError, "^out_dtype is torch.int32; expected a floating-poin"),
+    (dict(out_dtype=torch.complex64), TypeError, "^out_dtype is torch.complex64"),
+    (dict(out_dtype=float), TypeError, "^out_dtype is <class 'float'>; expected .* or None"),
+    (dict(out_dtype=False), TypeError, "^out_dtype is False"),
+    (dict(out=torch.empty(2, 3, 8, dtype=torch.int32)), TypeError, "^out has dtype torch.int32"),
+    (dict(out=torch.empty(2, 3, 8), out_dtype=torch.float16), TypeError, "^out_dtype is torch.fl"),
+    (dict(out=torch.empty(2, 8)), ValueError, "^out has shape"),
+    (dict(out_partial=torch.zeros(4, 2, 3, 8).int()), TypeError, "^out_partial has dtype torch.i"),
+    (dict(lse_partial=torch.zeros(4, 2, 3).half()), TypeError, "^lse_partial has dtype torch.fl"),
+])
+def test_combine_names_the_wrong_argument(change, error, pattern):
+    right = dict(out_partial=torch.zeros(4, 2, 3, 8), lse_partial=torch.zeros(4, 2, 3))
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        assert flash_attn3.flash_attn_combine(**right, out_dtype=dtype)[0].dtype == dtype
+    with pytest.raises(error, match=pattern):
+        flash_attn3.flash_attn_combine(**{**right, **change})
 
 
 @pytest.mark.parametrize("dv", [256, 512])
