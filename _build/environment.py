@@ -175,10 +175,11 @@ def ready_python(wanted: list[str], optional: frozenset[str] = frozenset()) -> s
     here = probe(sys.executable, needed)
     if here is not None and not here["missing"]:
         return sys.executable
-    python = _make_venv(Path(os.environ.get("FLASH_ATTN3_VENV") or ROOT / ".venv"))
+    folder = Path(os.environ.get("FLASH_ATTN3_VENV") or ROOT / ".venv")
+    python = _make_venv(folder)
     there = probe(python, wanted)
     if there is None:
-        raise BuildError(f"{python} does not work or is older than Python 3.10: delete .venv.")
+        raise BuildError(f"{python} does not work or is older than Python 3.10: delete {folder}.")
     missing = there["missing"] + _missing_tools(wanted, there["purelib"])
     if missing:
         _pip_install(python, missing)

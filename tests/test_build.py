@@ -468,6 +468,17 @@ def test_a_probe_names_what_is_missing():
     assert environment.probe("/nowhere/python", wanted) is None
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_an_environment_that_does_not_work_is_named(named, tmp_path, monkeypatch):
+    folder = tmp_path / ("elsewhere" if named else ".venv")
+    script(folder / "bin" / "python", "exit 1\n")
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(environment.sys, "executable", "/nowhere/python")
+    monkeypatch.setenv("FLASH_ATTN3_VENV", str(folder) if named else "")
+    text = sentence_of(environment.ready_python, ["pytest>=7"])
+    assert text.endswith(f"delete {folder}.") and f"{folder}/bin/python does not work" in text
+
+
 def test_a_machine_without_venv_gets_a_sentence(tmp_path, monkeypatch):
     refuses = script(tmp_path / "python", "echo ensurepip is not available >&2; exit 1\n")
     monkeypatch.setattr(environment.sys, "executable", str(refuses))
