@@ -6,7 +6,6 @@ Values inside device tensors are looked at only with FLASH_ATTN3_CHECK=1, since 
 
 from __future__ import annotations
 
-import math
 from typing import Optional
 
 import torch
@@ -16,6 +15,14 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 # float32 and float64 run on the fallback alone.
 DTYPES = HALF_DTYPES + (torch.float32, torch.float64, torch.float8_e4m3fn)
 _INT_TYPES = (int, torch.SymInt)
+# What the operators' schemas and an int32 tensor hold.
+INT64_MAX, INT32_MAX = 2**63 - 1, 2**31 - 1
+
+
+def _type_name(value) -> str:
+    """With its module where that is not Python's own: a numpy.bool is no bool."""
+    of = type(value)
+    return of.__name__ if of.__module__ == "builtins" else f"{of.__module__}.{of.__name__}"
 
 
 def _shape(t: Tensor) -> str:
@@ -24,7 +31,11 @@ def _shape(t: Tensor) -> str:
 
 def tensor(name: str, t, dims: tuple[int, ...] = ()) -> None:
     if not isinstance(t, Tensor):
-        raise TypeError(f"{name} is a {type(t).__name__}; expected a torch.Tensor")
+        from .quantized import QuantizedQKV  # which imports this module
+
+        parts = isinstance(t, QuantizedQKV)
+        hint = "; its parts go to flash_attn_func(*quantize(q, k, v), ...)" if parts else ""
+        raise TypeError(f"{name} is a {type(t).__name__}; expected a torch.Tensor{hint}")
     if t.layout != torch.strided:
         raise TypeError(f"{name} has layout {t.layout}; expected a strided tensor")
     if dims and t.dim() not in dims:
@@ -61,11 +72,13 @@ def floating_dtype(name: str, value) -> None:
             "None")
 
 
-def integer(name: str, value, least: int, accepted: str = "") -> None:
+def integer(name: str, value, least: int, accepted: str = "", types: str = "an int",
+            most: int = INT64_MAX) -> None:
     if isinstance(value, bool) or not isinstance(value, _INT_TYPES):
-        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected an int")
-    if value < least:
-        raise ValueError(f"{name} is {value}; expected {accepted or f'{least} or more'}")
+        raise TypeError(f"{name} is {value!r}, a {_type_name(value)}; expected {types}")
+    if not least <= value <= most:
+        wanted = f"at most {most}" if value > most else accepted or f"{least} or more"
+        raise ValueError(f"{name} is {value}; expected {wanted}")
 
 
 def boolean(name: str, value, optional: bool = False) -> None:
@@ -73,14 +86,18 @@ def boolean(name: str, value, optional: bool = False) -> None:
         return
     if not isinstance(value, (bool, int)):
         extra = " or None" if optional else ""
-        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected a bool{extra}")
+        raise TypeError(f"{name} is {value!r}, a {_type_name(value)}; expected a bool{extra}")
 
 
 def real(name: str, value) -> None:
     if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected a float")
-    if not -math.inf < value < math.inf:  # math.isfinite can't be traced with a symbolic float
-        raise ValueError(f"{name} is {value}; expected a finite number")
+        raise TypeError(f"{name} is {value!r}, a {_type_name(value)}; expected a float")
+    # Kernels take it in float32. math.isfinite can't be traced with a symbolic float.
+    largest = 2.0**128 - 2.0**104
+    if not -largest <= value <= largest:
+        raise ValueError(
+            f"{name} is {value}; expected a finite number that float32 can hold, at most 3.4e38 in "
+            "magnitude")
 
 
 def window(window_size) -> tuple[int, int]:
@@ -105,8 +122,8 @@ def options(softmax_scale, causal, attention_chunk, softcap, num_splits, pack_gq
     boolean("causal", causal)
     integer("attention_chunk", attention_chunk, 0, "0 (off) or more")
     real("softcap", softcap)
-    if softcap < 0:
-        raise ValueError(f"softcap is {softcap}; expected 0.0 (off) or more")
+    if softcap != 0 and softcap < 2.0**-126:  # float32 may round what is smaller to 0
+        raise ValueError(f"softcap is {softcap}; expected 0.0 (off), or 1.2e-38 (2^-126) or more")
     integer("num_splits", num_splits, 0, "0 (choose) or more")
     boolean("pack_gqa", pack_gqa, optional=True)
     boolean("deterministic", deterministic)
@@ -135,6 +152,13 @@ def _head_dims(q: Tensor, v: Tensor, v_name: str, has_qv: bool) -> None:
             "Dv 256 or 512")
 
 
+def dtype(name: str, t: Tensor) -> None:
+    if t.dtype not in DTYPES:
+        raise TypeError(
+            f"{name} has dtype {t.dtype}; expected torch.float16, torch.bfloat16 or "
+            "torch.float8_e4m3fn (on the fallback also torch.float32 and torch.float64)")
+
+
 def qkv(q, k, v, ragged_q: bool, ragged_k: bool, has_qv: bool = False, k_name: str = "k",
         v_name: str = "v", quantises_q: bool = False) -> None:
     """Types, devices, ranks and shapes of q, k, v; batch sizes are the caller's to compare.
@@ -144,10 +168,7 @@ def qkv(q, k, v, ragged_q: bool, ragged_k: bool, has_qv: bool = False, k_name: s
     tensor("q", q, (3,) if ragged_q else (4,))
     tensor(k_name, k, (3,) if ragged_k else (4,))
     tensor(v_name, v, (3,) if ragged_k else (4,))
-    if q.dtype not in DTYPES:
-        raise TypeError(
-            f"q has dtype {q.dtype}; expected torch.float16, torch.bfloat16 or torch.float8_e4m3fn "
-            "(on the fallback also torch.float32 and torch.float64)")
+    dtype("q", q)
     on_the_fly = quantises_q and q.dtype in HALF_DTYPES and k.dtype == torch.float8_e4m3fn
     if on_the_fly and v.dtype != k.dtype:
         raise TypeError(

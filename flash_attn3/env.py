@@ -37,7 +37,10 @@ def _read_forced_backend() -> Optional[str]:
 
 
 def _read_check_values() -> bool:
-    return os.environ.get("FLASH_ATTN3_CHECK", "") not in ("", "0")
+    value = os.environ.get("FLASH_ATTN3_CHECK", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"FLASH_ATTN3_CHECK is {value!r}; accepted: 0, 1, or unset")
+    return value == "1"
 
 
 _constant_forced_backend = torch.compiler.assume_constant_result(_read_forced_backend)

@@ -27,7 +27,7 @@ def _check_block(block) -> int:
     """As the operators take it: None is 0."""
     if block is None:
         return 0
-    checks.integer("block", block, 0, "64, 128 or None")
+    checks.integer("block", block, 0, "64, 128 or None", "64, 128 or None")
     if block not in (64, 128):
         raise ValueError(f"block is {block}; expected 64, 128 or None (one scale a KV head)")
     return block

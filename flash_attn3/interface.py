@@ -48,14 +48,12 @@ def _prepare(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, se
         checks.int_vector("cu_seqlens_k", cu_seqlens_k, batch + 1, q, "batch + 1 as for q")
     else:
         checks.shape("k", k, (batch,) + tuple(k.shape[1:]), "with q's batch size")
-    if ragged_q:
+    if ragged_q or max_seqlen_q is not None:
         checks.integer("max_seqlen_q", max_seqlen_q, 0)
-    else:
-        max_seqlen_q = q.shape[1]
-    if ragged_k:
+    if ragged_k or max_seqlen_k is not None:
         checks.integer("max_seqlen_k", max_seqlen_k, 0)
-    else:
-        max_seqlen_k = k.shape[1]
+    max_seqlen_q = max_seqlen_q if ragged_q else q.shape[1]
+    max_seqlen_k = max_seqlen_k if ragged_k else k.shape[1]
     for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
         if used is not None:
             checks.int_vector(name, used, batch, q, "one length per sequence")
@@ -209,7 +207,8 @@ def flash_attn_func(
         that sees no key has out 0, lse -inf and gradients 0.
 
     Raises:
-        ValueError, TypeError: an argument is not as above; the message names it.
+        ValueError, TypeError: an argument is not as above, or not in the range of float32 or int64;
+            the message names it.
         NotImplementedError: a gradient is asked of a call with e4m3 inputs
             (`flash_attn_fp8_func` has one).
         RuntimeError: CUDA reported an error, or a second derivative was asked for.
@@ -266,12 +265,17 @@ def flash_attn_qkvpacked_func(
         if result is not None:
             return result if return_attn_probs else result[0]
     checks.tensor("qkv", qkv, (4, 5))
+    checks.dtype("qkv", qkv)
+    checks.head_dim("qkv", qkv.shape[-1], qkv.dtype)
+    if qkv.dtype == dispatch.E4M3:
+        checks.no_gradient_of_e4m3([("qkv", qkv)])
     if num_heads_q is not None:
         checks.integer("num_heads_q", num_heads_q, 1)
     if qkv.dim() == 5:
-        if qkv.shape[2] != 3:
+        if qkv.shape[2] != 3 or qkv.shape[3] < 1:
             raise ValueError(
-                f"qkv has shape {tuple(qkv.shape)}; expected (batch, seqlen, 3, heads, head dim)")
+                f"qkv has shape {tuple(qkv.shape)}; expected (batch, seqlen, 3, heads, head dim) "
+                "with a head or more")
         if num_heads_q is not None and num_heads_q != qkv.shape[3]:
             raise ValueError(
                 f"num_heads_q is {num_heads_q}; expected None or {qkv.shape[3]}, the heads of qkv")

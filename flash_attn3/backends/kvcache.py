@@ -117,6 +117,8 @@ def _check(q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens,
         if max_seqlen_q is None:
             raise ValueError("max_seqlen_q is None; expected an int, since cu_seqlens_q is given")
         checks.integer("max_seqlen_q", max_seqlen_q, 0)
+    elif max_seqlen_q is not None:
+        checks.integer("max_seqlen_q", max_seqlen_q, 0)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     for name, t in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad),
                     ("rotary_seqlens", rotary_seqlens)):
@@ -125,7 +127,8 @@ def _check(q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens,
     if isinstance(cache_seqlens, Tensor):
         checks.int_vector("cache_seqlens", cache_seqlens, batch, q, "one length per sequence")
     elif cache_seqlens is not None:
-        checks.integer("cache_seqlens", cache_seqlens, 0)
+        checks.integer("cache_seqlens", cache_seqlens, 0, types="an int or an int32 tensor",
+                       most=checks.INT32_MAX)
     if page_table is not None:
         checks.tensor("page_table", page_table, (2,))
         if page_table.dtype != torch.int32:
@@ -316,7 +319,7 @@ def scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_
             ("max_seqlen_k", max_seqlen_k, 0), ("num_heads_q", num_heads_q, 1),
             ("num_heads_kv", num_heads_kv, 1), ("headdim", headdim, 0),
             ("max_seqlen_k_new", max_seqlen_k_new, 0)):
-        checks.integer(name, value, least)
+        checks.integer(name, value, least, most=checks.INT32_MAX)
     if num_heads_q % num_heads_kv:
         raise ValueError(
             f"num_heads_kv is {num_heads_kv}; expected a divisor of num_heads_q, {num_heads_q}")
@@ -324,7 +327,7 @@ def scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_
         headdim_v = headdim
     checks.integer("headdim_v", headdim_v, 0)
     if page_size is not None:
-        checks.integer("page_size", page_size, 1)
+        checks.integer("page_size", page_size, 1, most=checks.INT32_MAX)
     if qkv_dtype not in checks.DTYPES:
         raise TypeError(
             f"qkv_dtype is {qkv_dtype}; expected torch.float16, torch.bfloat16 or "

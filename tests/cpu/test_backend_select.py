@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flash_attn3
-from flash_attn3 import dispatch
+from flash_attn3 import dispatch, env
 from flash_attn3.backends.call import make_call
 
 pytestmark = pytest.mark.cpu
@@ -56,6 +56,35 @@ def test_values_are_checked_on_demand(cu, used, word, monkeypatch):
     monkeypatch.setenv("FLASH_ATTN3_CHECK", "1")
     with pytest.raises(ValueError, match=word):
         flash_attn3.flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, used)
+
+
+@pytest.mark.parametrize("value", ["yes", "2", "true", " ", "01"])
+def test_the_switch_is_0_or_1(value, monkeypatch):
+    q = torch.randn(1, 6, 2, 16)
+    for fine in ("", "0", "1"):
+        monkeypatch.setenv("FLASH_ATTN3_CHECK", fine)
+        assert env.check_values() == (fine == "1")
+        assert flash_attn3.flash_attn_func(q, q, q).shape == q.shape
+    monkeypatch.setenv("FLASH_ATTN3_CHECK", value)
+    with pytest.raises(ValueError, match=f"^FLASH_ATTN3_CHECK is '{value}'; accepted: 0, 1, or un"):
+        flash_attn3.flash_attn_func(q, q, q)
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_lengths_are_checked_where_nothing_needs_them(name, ragged):
+    q = torch.randn(1, 6, 2, 16)
+    options = {}
+    if ragged:
+        cu = torch.tensor([0, 6], dtype=torch.int32)
+        q, options = q[0], dict(
+            cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=6, max_seqlen_k=6)
+    for function in (flash_attn3.backend_for, flash_attn3.functional.flash_attn_fwd):
+        function(q, q, q, **{**options, name: 6})
+        with pytest.raises(ValueError, match=f"^{name} is -22; expected 0 or more"):
+            function(q, q, q, **{**options, name: -22})
+        with pytest.raises(TypeError, match=f"^{name} is 6.0, a float; expected an int"):
+            function(q, q, q, **{**options, name: 6.0})
 
 
 def kernel_call(**changes):
