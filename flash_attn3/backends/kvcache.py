@@ -116,8 +116,7 @@ def _check(q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens,
         checks.int_vector("cu_seqlens_q", cu_seqlens_q, None, q)
         if max_seqlen_q is None:
             raise ValueError("max_seqlen_q is None; expected an int, since cu_seqlens_q is given")
-        checks.integer("max_seqlen_q", max_seqlen_q, 0)
-    elif max_seqlen_q is not None:
+    if max_seqlen_q is not None:
         checks.integer("max_seqlen_q", max_seqlen_q, 0)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     for name, t in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad),
