@@ -14,6 +14,12 @@ namespace flash_attn3 {
 template <int kHeadDim, int kHeadDimV>
 struct FwdScheduleOf;
 
+// void: a pair of head dims has none.
+struct NoOtherSchedules {
+  using Long = void;
+  using Pairs = void;
+};
+
 // Rows and keys from which one of these is taken, without and with a causal edge.
 struct LongFrom {
   int full;
@@ -25,32 +31,32 @@ constexpr LongFrom kPairsFrom = {1024, 2048};
 constexpr int kOddTilesFrom = 64;
 
 template <>
-struct FwdScheduleOf<64, 64> {
+struct FwdScheduleOf<64, 64> : NoOtherSchedules {
   using Type = FwdSchedule<2, 128, 4, 4, 2, QuerySource::kRegisters, OutPath::kStaged, HeldNone>;
   using Long =
       FwdSchedule<3, 112, 4, 4, 2, QuerySource::kShared, OutPath::kStaged, Held<44, false>>;
 };
 template <>
-struct FwdScheduleOf<96, 96> {
+struct FwdScheduleOf<96, 96> : NoOtherSchedules {
   using Type = FwdSchedule<2, 128, 3, 3, 2, QuerySource::kRegisters, OutPath::kStaged, HeldNone>;
 };
 template <>
-struct FwdScheduleOf<128, 128> {
+struct FwdScheduleOf<128, 128> : NoOtherSchedules {
   using Type =
       FwdSchedule<2, 128, 3, 2, 1, QuerySource::kRegisters, OutPath::kStaged, Held<16, true>>;
 };
 template <>
-struct FwdScheduleOf<192, 128> {
+struct FwdScheduleOf<192, 128> : NoOtherSchedules {
   using Type = FwdSchedule<2, 128, 2, 2, 1, QuerySource::kShared, OutPath::kDirect, HeldNone>;
   using Pairs = Paired<Type>;
 };
 template <>
-struct FwdScheduleOf<192, 192> {
+struct FwdScheduleOf<192, 192> : NoOtherSchedules {
   using Type = FwdSchedule<2, 96, 2, 2, 1, QuerySource::kShared, OutPath::kDirect, HeldNone>;
   using Pairs = Paired<Type>;
 };
 template <>
-struct FwdScheduleOf<256, 256> {
+struct FwdScheduleOf<256, 256> : NoOtherSchedules {
   using Type = FwdSchedule<2, 80, 2, 2, 1, QuerySource::kShared, OutPath::kDirect, HeldNone>;
   using Pairs = Paired<Type>;
 };

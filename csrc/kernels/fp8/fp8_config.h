@@ -40,9 +40,11 @@ struct Fp8TransposedScheduleOf<256, 256> {
       Fp8Schedule<2, 2, 1, 2, 1, QuerySource::kShared, OutPath::kStaged, Promotion::kCarried>;
 };
 
-// Where V lies as rows and no tile has more than kShortBlocks blocks.
+// Where V lies as rows and no tile has more than kShortBlocks blocks; void: no schedule of its own.
 template <int kHeadDim, int kHeadDimV>
-struct Fp8ShortScheduleOf;
+struct Fp8ShortScheduleOf {
+  using Type = void;
+};
 template <>
 struct Fp8ShortScheduleOf<256, 256> {
   using Type =

@@ -91,11 +91,6 @@ Status launch_fp8_by(const Fp8Params& in, const DeviceInfo& device, cudaStream_t
   }
 }
 
-template <class Schedules, class = void>
-struct IsSchedule : std::false_type {};
-template <class Schedules>
-struct IsSchedule<Schedules, std::void_t<typename Schedules::Type>> : std::true_type {};
-
 // Blocks that a tile can have at most.
 inline int64_t most_blocks(const FwdParams& in, int block_m) {
   constexpr int64_t kKeys = ValueLayout::kKeys;
@@ -112,16 +107,15 @@ Status launch_fp8_of(const Fp8Params& in, const DeviceInfo& device, cudaStream_t
                      FwdPlan* plan) {
   using Rows = Fp8ScheduleOf<kHeadDim, kHeadDimV>;
   using Transposed = Fp8TransposedScheduleOf<kHeadDim, kHeadDimV>;
-  using Short = Fp8ShortScheduleOf<kHeadDim, kHeadDimV>;
+  using Short = typename Fp8ShortScheduleOf<kHeadDim, kHeadDimV>::Type;
   if (in.v_transposed != 0) {
     return launch_fp8_by<kHeadDim, kHeadDimV, ValueSource::kTransposed, typename Transposed::Type>(
         in, device, stream, plan);
   }
-  if constexpr (IsSchedule<Short>::value) {
-    using Schedule = typename Short::Type;
-    if (most_blocks(in.fwd, 64 * Schedule::kConsumers) <= kShortBlocks) {
-      return launch_fp8_by<kHeadDim, kHeadDimV, ValueSource::kRows, Schedule>(in, device, stream,
-                                                                              plan);
+  if constexpr (!std::is_void_v<Short>) {
+    if (most_blocks(in.fwd, 64 * Short::kConsumers) <= kShortBlocks) {
+      return launch_fp8_by<kHeadDim, kHeadDimV, ValueSource::kRows, Short>(in, device, stream,
+                                                                           plan);
     }
   }
   return launch_fp8_by<kHeadDim, kHeadDimV, ValueSource::kRows, typename Rows::Type>(in, device,

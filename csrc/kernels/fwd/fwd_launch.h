@@ -149,27 +149,17 @@ template <class T>
 Status launch_fwd(const FwdParams& in, const DeviceInfo& device, cudaStream_t stream,
                   FwdPlan* plan) {
   FwdKernelParams params;
-  fill_fwd_params(in, device, T::kPair * T::kBlockM, T::kPair, &params);
+  constexpr int kRows = T::kPair * T::kBlockM;
+  fill_fwd_params(in, device, kRows, T::kPair, &params);
   const int grid = fwd_grid(in, device, params, T::kPair);
   Status status = prepare_kernel<T>(fwd_kernel<T>, in.device);
   if (!status.ok()) return status;
   if (plan != nullptr) return describe_kernel<T>(fwd_kernel<T>, grid, plan);
   status = encode_fwd_maps<T>(in, &params);
-  if (status.ok())
-    status = prepare_tile_order(in, T::kPair * T::kBlockM, grid / T::kPair, stream, &params);
+  if (status.ok()) status = prepare_tile_order(in, kRows, grid / T::kPair, stream, &params);
   if (!status.ok()) return status;
   return launch_kernel<T>(fwd_kernel<T>, params, grid, in.sm_margin, stream);
 }
-
-template <class Schedules, class = void>
-struct HasLong : std::false_type {};
-template <class Schedules>
-struct HasLong<Schedules, std::void_t<typename Schedules::Long>> : std::true_type {};
-
-template <class Schedules, class = void>
-struct HasPairs : std::false_type {};
-template <class Schedules>
-struct HasPairs<Schedules, std::void_t<typename Schedules::Pairs>> : std::true_type {};
 
 // Long, and without what FwdTraits::kOpenLeft leaves out.
 inline bool is_long(const FwdParams& in, const LongFrom& from) {
@@ -190,13 +180,13 @@ template <class Element, int kHeadDim, int kHeadDimV>
 Status launch_fwd_of(const FwdParams& in, const DeviceInfo& device, cudaStream_t stream,
                      FwdPlan* plan) {
   using Schedules = FwdScheduleOf<kHeadDim, kHeadDimV>;
-  if constexpr (HasPairs<Schedules>::value) {
+  if constexpr (!std::is_void_v<typename Schedules::Pairs>) {
     using T = FwdTraits<Element, kHeadDim, kHeadDimV, typename Schedules::Pairs>;
     if (is_long(in, kPairsFrom) && makes_pairs(in, device.sms, T::kBlockM)) {
       return launch_fwd<T>(in, device, stream, plan);
     }
   }
-  if constexpr (HasLong<Schedules>::value) {
+  if constexpr (!std::is_void_v<typename Schedules::Long>) {
     using T = FwdTraits<Element, kHeadDim, kHeadDimV, typename Schedules::Long>;
     if (is_long(in, kLongFrom)) return launch_fwd<T>(in, device, stream, plan);
   }
