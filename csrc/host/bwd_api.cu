@@ -188,6 +188,7 @@ bool takes_whole_pairs(const BwdParams& in, const DeviceInfo& device) {
 void fill_bwd_params(const BwdParams& in, const DeviceInfo& device, int tile_m, int tile_n,
                      int compiled_head_dim, bool whole_pairs, BwdKernelParams* out) {
   fill_call_fields(in, out);
+  out->group = in.heads / in.heads_kv;
   out->dout_data = in.dout;
   out->dlse = in.dlse;
   out->dq = in.dq;
@@ -229,7 +230,8 @@ void fill_bwd_params(const BwdParams& in, const DeviceInfo& device, int tile_m, 
   out->tiles = int32_t(whole_pairs ? pairs : out->k_tiles * pairs);
   out->whole_pairs = whole_pairs;
 
-  out->section_pairs = section_pairs(in, device, tile_m, *out);
+  out->dense =
+      dense_order(out->k_tiles, section_pairs(in, device, tile_m, *out), in.batch, in.heads_kv);
   // Under a causal edge the last KV tile meets the fewest query tiles, and each tile begins at the
   // edge: if all start at once, a query tile gets the last KV tile's part first. So the sums of the
   // deterministic mode run in that order, and nobody waits long for a turn.

@@ -66,7 +66,6 @@ void fill_call_fields(const Params& in, KernelParams* out) {
   out->total_q = int32_t(in.total_q);
   out->total_k = int32_t(in.total_k);
   out->heads = in.heads;
-  out->group = in.heads / in.heads_kv;
   out->head_dim_v = in.head_dim_v;
   out->mask = {bounded_window(in.window_left), bounded_window(in.window_right),
                in.attention_chunk > 0 ? smaller(in.attention_chunk, kLongestWindow) : 0};

@@ -123,6 +123,7 @@ bool wants_dynamic_order(const FwdParams& in) {
 void fill_fwd_params(const FwdParams& in, const DeviceInfo& device, int tile_m, int pair,
                      FwdKernelParams* out) {
   fill_call_fields(in, out);
+  out->by_group = in.heads / in.heads_kv;
   out->workspace = static_cast<int32_t*>(in.workspace);
 
   // The kernel wants a positive scale, whose exponents it can compare with a row's reference.
@@ -150,10 +151,12 @@ void fill_fwd_params(const FwdParams& in, const DeviceInfo& device, int tile_m, 
                                 ? int64_t(out->mask.window_left) + out->mask.window_right + 128
                                 : in.max_seqlen_k;
   out->claim_ahead = tile_keys <= kShortTileKeys || in.max_seqlen_k <= kShortTileKeys ? 2 : 1;
-  out->section_pairs =
+  const int32_t pairs =
       in.window_right >= 0 && out->order != TileOrder::kRagged
           ? section_pairs(in, device.l2_bytes, device.sms / pair, out->q_tiles, tile_keys)
           : 1;
+  out->dense = dense_order(out->q_tiles, pairs, in.batch, in.heads);
+  out->turns = pairs > 1;
 }
 
 int fwd_grid(const FwdParams& in, const DeviceInfo& device, const FwdKernelParams& params,
@@ -171,7 +174,7 @@ Status prepare_tile_order(const FwdParams& in, int tile_m, int grid, cudaStream_
     params->last_claim = ~0u;
     error = launch_ragged_plan(in, *params, tile_m, stream);
   } else if (params->order == TileOrder::kDynamic) {
-    params->last_claim = params->tiles + grid - 1;
+    params->last_claim = params->tiles - 1;  // those that fail, one a CTA, make up for the first
     params->counter = claim_counter(in.device, stream);
     if (params->counter == nullptr) {
       params->counter = params->workspace;

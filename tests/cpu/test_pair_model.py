@@ -81,7 +81,9 @@ class PairedKernel(Kernel):
         self.send(self.other, self.other.empty[x][slot].arrive)
 
     def claim(self, number):
-        at, parity = number % 2, number // 2 % 2
+        if number == 0:  # nobody claims the first tile
+            return
+        at, parity = (number - 1) % 2, (number - 1) // 2 % 2
         if self.rank == 0:
             yield lambda: self.claim_empty[at].passed(parity ^ 1)
 
@@ -99,7 +101,7 @@ class PairedKernel(Kernel):
     def scheduler(self):
         yield from super().scheduler()
         if self.rank == 0 and self.drains:
-            claims = len(self.tiles) + 1
+            claims = len(self.tiles)
             for number in (claims, claims + 1):
                 yield lambda: self.claim_empty[number % 2].passed(number // 2 % 2 ^ 1)
 

@@ -57,6 +57,26 @@ FLASH_ATTN3_HOST_DEVICE KeyRange visible_keys(const Mask& mask, int32_t row, int
   return keys;
 }
 
+// Keys of a tile's rows where no chunk cuts: row r of it sees first + r <= j < end + r, of those
+// that exist.
+struct RowKeys {
+  int32_t first;
+  int32_t end;
+};
+
+// Of the tile of `rows` rows from row0 on. Ends that say nothing stay near 0 and k_len, where
+// nothing wraps.
+FLASH_ATTN3_HOST_DEVICE RowKeys row_keys(const Mask& mask, int32_t row0, int32_t rows,
+                                         int32_t q_len, int32_t k_len) {
+  const int32_t position = row0 - q_len + k_len;
+  RowKeys keys{-rows, k_len};
+  if (mask.window_left >= 0) keys.first = larger(keys.first, position - mask.window_left);
+  if (mask.window_right >= 0 && mask.window_right < k_len - position) {
+    keys.end = position + mask.window_right + 1;
+  }
+  return keys;
+}
+
 // Blocks of `block` keys of which some row of first_row .. last_row sees a key.
 FLASH_ATTN3_HOST_DEVICE BlockRange visible_blocks(const Mask& mask, int32_t first_row,
                                                   int32_t last_row, int32_t q_len, int32_t k_len,

@@ -120,12 +120,15 @@ __device__ __forceinline__ void pack_probabilities(const float (&s)[kSize],
   for (int i = kBegin / 2; i < kEnd / 2; ++i) p[i] = pack_two<Element>(s[2 * i], s[2 * i + 1]);
 }
 
-// A bit for each of a thread's columns in a row (0, 1, 8, 9, 16, 17, ...): those below `end`, which
-// counts from the thread's first column.
-__device__ __forceinline__ uint32_t columns_below(int32_t end) {
-  const uint32_t bounded = larger(0, smaller(end, 128));
-  const uint32_t columns = bounded / 8 * 2 + min(bounded % 8, 2u);
-  return shift_left(1, columns) - 1;
+// How many of a thread's columns in a row (0, 1, 8, 9, 16, 17, ...) lie below `end`, which counts
+// from the thread's first column. 8 further there are 2 more, also below 0 and past the block.
+__device__ __forceinline__ int32_t columns_before(int32_t end) {
+  return (end >> 3) * 2 + smaller(end & 7, 2);
+}
+
+// A bit for each of the first `count` of 32 columns; none below 0, all from 32 on.
+__device__ __forceinline__ uint32_t first_columns(int32_t count) {
+  return ~shift_left(0xffffffffu, larger(count, 0));
 }
 
 // Scores of keys that a row does not see become -inf. seen[h] has a bit for each of the row's

@@ -1,6 +1,8 @@
 // From the number of a tile to what it is a tile of: what the schedulers of both directions share.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include "kernels/attn/key_range.h"
 
 namespace flash_attn3 {
@@ -30,21 +32,39 @@ struct PlanWindow {
   }
 };
 
-// A tile of a dense call: the nth of its pair of batch and head.
+// Tiles of a dense call by number: pairs of batch and head take turns in sections of so many, the
+// first tile of each before the second. Made on the host, since divisions are half of what a
+// scheduler does.
+struct DenseOrder {
+  cutlass::FastDivmod by_section;     // tiles of a section
+  cutlass::FastDivmod by_pairs;       // pairs of a section
+  cutlass::FastDivmod by_last_pairs;  // of the last section, which may have fewer
+  cutlass::FastDivmod by_heads;
+  int32_t full_sections;
+};
+
+inline DenseOrder dense_order(int32_t tiles_of_pair, int32_t section_pairs, int32_t batch,
+                              int32_t heads) {
+  const int32_t pairs = batch * heads;
+  const int32_t full = pairs / section_pairs;
+  return {larger(1, section_pairs * tiles_of_pair), section_pairs,
+          larger(1, pairs - full * section_pairs), heads, full};
+}
+
+// The nth tile of its pair.
 struct DenseTile {
-  int pair;
+  int batch;
+  int head;
   int nth;
 };
 
-// Pairs take turns in sections of so many: the first tile of each before the second.
-__device__ __forceinline__ DenseTile dense_tile(int tile, int tiles_of_pair, int section_pairs,
-                                                int all_pairs) {
-  const int per_section = section_pairs * tiles_of_pair;
-  const int section = tile / per_section;
-  const int first_pair = section * section_pairs;
-  const int pairs = smaller(section_pairs, all_pairs - first_pair);
-  const int within = tile - section * per_section;
-  return {first_pair + within % pairs, within / pairs};
+__device__ __forceinline__ DenseTile dense_tile(const DenseOrder& order, int tile) {
+  int section, within, nth, pair, batch, head;
+  order.by_section(section, within, tile);
+  const bool full = section < order.full_sections;
+  (full ? order.by_pairs : order.by_last_pairs)(nth, pair, within);
+  order.by_heads(batch, head, section * order.by_pairs.divisor + pair);
+  return {batch, head, nth};
 }
 
 }  // namespace flash_attn3

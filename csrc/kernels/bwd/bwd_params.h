@@ -7,6 +7,7 @@
 
 #include "host/params.h"
 #include "kernels/attn/key_range.h"
+#include "kernels/attn/tile_order.h"
 #include "kernels/fwd/fwd_scheduler.h"
 
 namespace flash_attn3 {
@@ -76,9 +77,7 @@ struct BwdKernelParams {
   int32_t q_tiles_all;  // of the workspace
   int32_t k_tiles;      // of a dense sequence
   int32_t tiles;        // KV tiles of a dense call, KV heads counted; whole pairs: pairs
-  // Of a dense call: so many (batch, KV head) pairs take turns, the first tile of each before the
-  // second; 1 means one pair after the other.
-  int32_t section_pairs;
+  DenseOrder dense;     // of a dense call, by KV heads
   int32_t whole_pairs;  // a CTA takes all KV tiles of a pair (BwdDqSettler)
   int32_t last_first;  // KV tiles of a pair from the last down: what the order of dQ's sums follows
 };

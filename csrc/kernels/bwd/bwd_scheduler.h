@@ -41,11 +41,10 @@ struct BwdScheduler {
         info.head_kv = within / tiles;
         n = within % tiles;
       } else {
-        const DenseTile dense =
-            dense_tile(tile, params.k_tiles, params.section_pairs, params.batch * params.heads_kv);
+        const DenseTile dense = dense_tile(params.dense, tile);
         n = dense.nth;
-        sequence = dense.pair / params.heads_kv;
-        info.head_kv = dense.pair - sequence * params.heads_kv;
+        sequence = dense.batch;
+        info.head_kv = dense.head;
       }
       fill_tile(sequence, n, info);
     }

@@ -194,6 +194,19 @@ __device__ __forceinline__ int thread_index() {
   return index;
 }
 
+// blockIdx.x and gridDim.x in the same way.
+__device__ __forceinline__ int cta_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
+__device__ __forceinline__ int cta_count() {
+  int count;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(count));
+  return count;
+}
+
 // --- bulk copies to global memory ---------------------------------------------------------------
 
 __device__ __forceinline__ void bulk_store_commit() {

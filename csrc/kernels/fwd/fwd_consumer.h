@@ -91,7 +91,7 @@ struct FwdConsumer {
   __device__ __forceinline__ void set_newest(int n, uint32_t first) {
     const TileInfo& tile = shared.tiles[tile_slot()];
     const BlockRange plain = tile.plain[warpgroup];
-    const bool masked = n < plain.begin || n >= plain.end;
+    const bool masked = (n < plain.begin) | (n >= plain.end);
     newest.n = n;
     newest.flags = uint32_t(tile_slot()) | first | (n == tile.n_begin ? StreamBlock::kLast : 0) |
                    (masked ? StreamBlock::kMasked : 0);
@@ -119,15 +119,18 @@ struct FwdConsumer {
   __device__ __forceinline__ bool start_tile() {
     const TileInfo& tile = shared.tiles[tile_ring.slot()];
     mbarrier_wait(&shared.tile_full[tile_ring.slot()], tile_ring.parity());
-    if (tile.head < 0 || tile.n_begin >= tile.n_end) return false;
+    // Everything is read before anything is asked: one after the other each would be waited for.
+    const bool has_blocks = (tile.head >= 0) & (tile.n_begin < tile.n_end);
     int start = tile.n_end;
-    if constexpr (T::kMostUnseen > 0) {
-      start = tile.start[warpgroup];
-      for (int n = tile.n_end; n > start; --n) leave_out_k();
-    }
+    if constexpr (T::kMostUnseen > 0) start = tile.start[warpgroup];
     if constexpr (T::kCarried) newest.flags = tile_ring.slot();
     set_newest(start - 1, StreamBlock::kFirst);
-    return true;
+    if constexpr (T::kMostUnseen > 0) {
+      if (has_blocks) {
+        for (int n = tile.n_end; n > start; --n) leave_out_k();
+      }
+    }
+    return has_blocks;
   }
 
   // A block that these rows see no key of: it costs a turn, as it does the others, and no more.
@@ -174,10 +177,11 @@ struct FwdConsumer {
     const TileInfo& tile = shared.tiles[tile_slot()];
     const int used = tile.q_len - tile.row0 - warpgroup * T::kRowsPerConsumer;
     if constexpr (T::kQueryInRegisters) {
+      const uint32_t first_q = first_q_fragment();
 #pragma unroll
       for (int k = 0; k < kQuerySteps; ++k) {
         uint32_t fragment[4];
-        load_q_fragment(k, fragment);
+        load_matrix_x4(fragment, fragment_address<T::kRowsPerConsumer>(first_q, k));
 #pragma unroll
         for (int i = 0; i < 4; ++i) q[4 * k + i] = fragment[i];
       }
@@ -212,30 +216,37 @@ struct FwdConsumer {
     named_barrier_sync(kQueryCleared + warpgroup, 128);
   }
 
-  // Bytes 32 k .. 32 k + 31 of this warp's rows of Q, as the A operand of a product.
-  __device__ __forceinline__ void load_q_fragment(int k, uint32_t (&fragment)[4]) {
-    const int thread = thread_index() % 128;
-    const int row = thread / 32 * 16 + thread % 16;
-    load_matrix_x4(fragment, fragment_address<T::kRowsPerConsumer>(
-                                 shared_address(shared.q[q_ring.slot()][warpgroup]), row,
-                                 2 * k + thread % 32 / 16));
+  // Where this thread's row of Q, or the second half of one, begins: what it loads of the A operand
+  // of the first product.
+  __device__ __forceinline__ uint32_t first_q_fragment() const {
+    const uint32_t thread = uint32_t(thread_index()) % 128;
+    return chunk_address(shared_address(shared.q[q_ring.slot()][warpgroup]),
+                         thread / 32 * 16 + thread % 16, thread % 32 / 16);
   }
 
-  // Address of a 16-byte chunk of a row of Q or K in panels of kRows rows.
-  template <int kRows>
-  static __device__ __forceinline__ uint32_t fragment_address(uint32_t base, int row, int chunk) {
+  // Of 16-byte chunk 0 or 1 of a row of Q or K.
+  static __device__ __forceinline__ uint32_t chunk_address(uint32_t base, uint32_t row,
+                                                           uint32_t chunk) {
     using P = typename T::QueryPanel;
-    constexpr int kChunks = P::kBytes / 16;
-    return base + chunk / kChunks * kRows * P::kBytes + row * P::kBytes +
-           P::swizzle(row, chunk % kChunks) * 16;
+    return base + row * P::kBytes + P::swizzle(row, chunk) * 16;
+  }
+
+  // 32 k bytes further in that row, in panels of kRows rows: the swizzle is an exclusive or.
+  template <int kRows>
+  static __device__ __forceinline__ uint32_t fragment_address(uint32_t first, int k) {
+    using P = typename T::QueryPanel;
+    constexpr int kSteps = P::kBytes / 32;
+    return (first ^ uint32_t(k % kSteps * 32)) + k / kSteps * kRows * P::kBytes;
   }
 
   // S of this warp's rows once more, by the warp alone: other warps need not take part. K of the
   // block must not have been released.
   __device__ __forceinline__ void recompute_scores(uint32_t (&q)[kQueryRegisters],
                                                    float (&s)[kScores]) {
-    const uint32_t k_base = shared_address(shared.k[k_ring.slot()]);
-    const int lane = thread() % 32;
+    const uint32_t first_q = T::kQueryInRegisters ? 0 : first_q_fragment();
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t first_k = chunk_address(shared_address(shared.k[k_ring.slot()]),
+                                           lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = 0.0f;
 #pragma unroll
@@ -245,13 +256,13 @@ struct FwdConsumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = q[4 * k + i];
       } else {
-        load_q_fragment(k, a);
+        load_matrix_x4(a, fragment_address<T::kRowsPerConsumer>(first_q, k));
       }
 #pragma unroll
       for (int n = 0; n < T::kBlockN / 16; ++n) {
         uint32_t b[4];
-        load_matrix_x4(b, fragment_address<T::kBlockN>(k_base, n * 16 + lane / 16 * 8 + lane % 8,
-                                                       2 * k + lane / 8 % 2));
+        load_matrix_x4(b,
+                       fragment_address<T::kBlockN>(first_k, k) + n * 16 * T::QueryPanel::kBytes);
         mma_16x8<Element>(s + 8 * n, a, b[0], b[1]);
         mma_16x8<Element>(s + 8 * n + 4, a, b[2], b[3]);
       }
@@ -315,22 +326,27 @@ struct FwdConsumer {
     }
     if (block.masked()) [[unlikely]] {
       const TileInfo& tile = shared.tiles[block.slot()];
-      const int row = tile.row0 + epilogue.row_in_tile();
+      const int row = epilogue.row_in_tile();
       const int first_column = block.n * T::kBlockN + 2 * (thread() % 4);
       uint32_t seen[2];
-      // Short where the lower end is no question.
-      if (T::kOpenLeft || (params.mask.window_left < 0 && params.mask.chunk == 0)) [[likely]] {
-        const int keys = tile.k_len - first_column;
-        const int right = params.mask.window_right;
-        const int end = row - tile.q_len + keys + right + 1;  // of the first of both rows
-        seen[0] = columns_below(right < 0 ? keys : smaller(keys, end));
-        seen[1] = columns_below(right < 0 ? keys : smaller(keys, end + 8));
+      if (T::kOpenLeft || params.mask.chunk == 0) [[likely]] {
+        // The second of both rows sees two columns more, and starts two later.
+        const int existing = columns_before(tile.k_len - first_column);
+        const int end = columns_before(tile.keys.end + row - first_column);
+        seen[0] = first_columns(smaller(end, existing));
+        seen[1] = first_columns(smaller(end + 2, existing));
+        if constexpr (!T::kOpenLeft) {
+          const int start = columns_before(tile.keys.first + row - first_column);
+          seen[0] &= ~first_columns(start);
+          seen[1] &= ~first_columns(start + 2);
+        }
       } else {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const KeyRange keys = visible_keys(params.mask, row + 8 * h, tile.q_len, tile.k_len);
-          seen[h] =
-              columns_below(keys.hi + 1 - first_column) & ~columns_below(keys.lo - first_column);
+          const KeyRange keys =
+              visible_keys(params.mask, tile.row0 + row + 8 * h, tile.q_len, tile.k_len);
+          seen[h] = first_columns(columns_before(keys.hi + 1 - first_column)) &
+                    ~first_columns(columns_before(keys.lo - first_column));
         }
       }
       mask_scores(s, seen);

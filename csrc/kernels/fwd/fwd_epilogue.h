@@ -56,11 +56,6 @@ struct FwdEpilogue {
            int64_t(tile.head) * params.out_strides.head;
   }
 
-  __device__ __forceinline__ float* lse_row(const TileInfo& tile, int row) const {
-    return params.lse + tile.q_batch * params.lse_batch_stride +
-           tile.head * params.lse_head_stride + tile.q_base + row;
-  }
-
   // Writes the LSE and gives what O must be multiplied by; 0 for rows that exist but are not in
   // use, or see no key. rows.sum must be finished.
   __device__ __forceinline__ void store_lse(const TileInfo& tile, const SoftmaxRows& rows,
@@ -71,12 +66,13 @@ struct FwdEpilogue {
   // With other sums for the LSE.
   __device__ __forceinline__ void store_lse(const TileInfo& tile, const SoftmaxRows& rows,
                                             const float (&lse_sum)[2], float (&inverse)[2]) const {
-    const int first_row = tile.row0 + row_in_tile();
+    const int first_row = row_in_tile();
+    const int used = tile.q_len - tile.row0;
     bool seen[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       // NaN counts as seen, and stays.
-      seen[h] = first_row + 8 * h < tile.q_len && rows.sum[h] != 0.0f;
+      seen[h] = first_row + 8 * h < used && rows.sum[h] != 0.0f;
       inverse[h] = seen[h] ? reciprocal_approx(rows.sum[h]) : 0.0f;
     }
     // Of the four threads of both rows, one writes the first and one the second.
@@ -85,8 +81,8 @@ struct FwdEpilogue {
     const float sum = second ? lse_sum[1] : lse_sum[0];
     const float reference = second ? rows.reference[1] : rows.reference[0];
     const float lse = (reference + __log2f(sum)) * kLn2;
-    if (row < tile.q_rows && quad() < 2) {
-      *lse_row(tile, row) = (second ? seen[1] : seen[0]) ? lse : kMinusInfinity;
+    if (row < tile.q_rows - tile.row0 && quad() < 2) {
+      tile.lse[row] = (second ? seen[1] : seen[0]) ? lse : kMinusInfinity;
     }
   }
 
@@ -164,16 +160,19 @@ struct FwdEpilogue {
                       r);
     }
     const int first_row = tile.row0 + (thread - 128) / 32 * 16;
-    if (first_row + 16 <= tile.q_rows || params.cu_seqlens_q == nullptr) {
+    if (params.cu_seqlens_q == nullptr || first_row + 16 <= tile.q_rows) {
       // At the end of a dense sequence the tensor map ends too.
       fence_shared_to_async_proxy();
       __syncwarp();
       if (lane == 0) {
+        const int row_in_tensor = tile.q_base + first_row;
+        const int head = tile.head;
+        const int batch = tile.q_batch;
 #pragma unroll
         for (int panel = 0; panel < P::kCount; ++panel) {
-          cute::SM90_TMA_STORE_4D::copy(
-              &params.out_map, rows + panel * T::kRowsPerConsumer * P::kBytes, panel * P::kWidth,
-              tile.q_base + first_row, tile.head, tile.q_batch);
+          cute::SM90_TMA_STORE_4D::copy(&params.out_map,
+                                        rows + panel * T::kRowsPerConsumer * P::kBytes,
+                                        panel * P::kWidth, row_in_tensor, head, batch);
         }
         bulk_store_commit();
       }
@@ -220,7 +219,7 @@ struct FwdEpilogue {
       for (int column = 8 * quad(); column < params.head_dim_v; column += 32) {
         *reinterpret_cast<uint4*>(out + column) = make_uint4(0, 0, 0, 0);
       }
-      if (quad() == 0) *lse_row(tile, row) = kMinusInfinity;
+      if (quad() == 0) tile.lse[row - tile.row0] = kMinusInfinity;
     }
   }
 };

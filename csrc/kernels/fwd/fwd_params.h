@@ -7,6 +7,7 @@
 
 #include "host/params.h"
 #include "kernels/attn/key_range.h"
+#include "kernels/attn/tile_order.h"
 
 namespace flash_attn3 {
 
@@ -59,7 +60,7 @@ struct FwdKernelParams {
   int32_t total_q;  // rows of a ragged q
   int32_t total_k;
   int32_t heads;
-  int32_t group;  // query heads of one KV head
+  cutlass::FastDivmod by_group;  // query heads of one KV head
   int32_t head_dim_v;
 
   Mask mask;
@@ -71,11 +72,10 @@ struct FwdKernelParams {
   // How many tiles before its turn a tile is claimed: 1 for long ones, so that CTAs end together, 2
   // for short ones, whose numbers and plans would else be waited for.
   int32_t claim_ahead;
-  int32_t q_tiles;  // of a dense sequence
-  int32_t tiles;    // of a dense call
-  // Of a dense call: so many (batch, head) pairs take turns, the last tile of each before the next
-  // to last; 1 means one pair after the other.
-  int32_t section_pairs;
+  int32_t q_tiles;   // of a dense sequence
+  int32_t tiles;     // of a dense call
+  DenseOrder dense;  // of a dense call; the first tile of a pair has its last rows
+  bool turns;        // kStatic: whether tiles differ in length
 };
 
 }  // namespace flash_attn3

@@ -40,52 +40,60 @@ struct FwdScheduler {
   bool spans_known = false;
   uint32_t loaded = 0;  // tiles with a Q to load, for consumers that do not count them
 
+  __device__ __forceinline__ bool ragged() const {
+    return T::kPair == 1 && params.order == TileOrder::kRagged;  // pairs are for dense calls
+  }
+
   __device__ __forceinline__ int claim() const {
     return int(atomicInc(reinterpret_cast<unsigned*>(params.counter), params.last_claim));
   }
 
-  // The CTAs of a pair get the same number.
+  // The CTAs of a pair get the same number. Nobody claims the first tile of a dense call.
   __device__ __forceinline__ int fetch_tile(int number) {
+    const int grid = cta_count() / T::kPair;
+    const int place = cta_index() / T::kPair;
+    if (number == 0 && !ragged()) return place;
     int fetched = 0;
     if (params.order == TileOrder::kStatic) {
-      const int grid = gridDim.x / T::kPair;
-      const int place = blockIdx.x / T::kPair;
       // Tiles lie longest first: turning every other round evens out what the CTAs get.
-      const bool turn = params.section_pairs > 1 && (number & 1);
+      const bool turn = params.turns && (number & 1);
       fetched = number * grid + (turn ? grid - 1 - place : place);
     } else if (lane == 0) {
       if constexpr (T::kPair == 1) {
         fetched = claim();
       } else if (cluster_rank() == 0) {
         fetched = claim();
-        tell_claim(number, fetched);
+        tell_claim(number - 1, fetched);
       } else {
-        fetched = hear_claim(number);
+        fetched = hear_claim(number - 1);
       }
+      if (params.order == TileOrder::kDynamic) fetched += grid;
     }
     return __shfl_sync(0xffffffffu, fetched, 0);
   }
 
   // The pair's first CTA claims for both. The second has read a word before the next but one claim
   // takes its place.
-  __device__ __forceinline__ void tell_claim(int number, int claimed) {
-    mbarrier_wait(&shared.claim_empty[number & 1], (number >> 1 & 1) ^ 1);
-    store_word_at(&shared.claim[number & 1], claimed, &shared.claim_full[number & 1], 1);
+  __device__ __forceinline__ void tell_claim(int claims_before, int claimed) {
+    const int at = claims_before & 1;
+    mbarrier_wait(&shared.claim_empty[at], (claims_before >> 1 & 1) ^ 1);
+    store_word_at(&shared.claim[at], claimed, &shared.claim_full[at], 1);
   }
 
-  __device__ __forceinline__ int hear_claim(int number) {
-    mbarrier_arrive_expect_bytes(&shared.claim_full[number & 1], 4);
-    mbarrier_wait(&shared.claim_full[number & 1], number >> 1 & 1);
-    const int claimed = *static_cast<const volatile int32_t*>(&shared.claim[number & 1]);
-    mbarrier_arrive_at(&shared.claim_empty[number & 1], 0);
+  __device__ __forceinline__ int hear_claim(int claims_before) {
+    const int at = claims_before & 1;
+    mbarrier_arrive_expect_bytes(&shared.claim_full[at], 4);
+    mbarrier_wait(&shared.claim_full[at], claims_before >> 1 & 1);
+    const int claimed = *static_cast<const volatile int32_t*>(&shared.claim[at]);
+    mbarrier_arrive_at(&shared.claim_empty[at], 0);
     return claimed;
   }
 
   // Until the second CTA has read the last words: it must find this one's barriers.
   __device__ __forceinline__ void await_reader(int claims) {
     if (params.order == TileOrder::kStatic || cluster_rank() != 0) return;
-    for (int number = claims; number < claims + 2; ++number) {
-      mbarrier_wait(&shared.claim_empty[number & 1], (number >> 1 & 1) ^ 1);
+    for (int before = claims; before < claims + 2; ++before) {
+      mbarrier_wait(&shared.claim_empty[before & 1], (before >> 1 & 1) ^ 1);
     }
   }
 
@@ -113,7 +121,7 @@ struct FwdScheduler {
   __device__ __forceinline__ bool write_tile(int tile, int slot) {
     TileInfo& info = shared.tiles[slot];
     int holder = 0;
-    if (params.order == TileOrder::kRagged) {
+    if (ragged()) {
       holder = window.find_lane(params.workspace + RaggedPlan::kHeader + params.batch, params.batch,
                                 params.heads, lane, tile, [this] { spans_known = false; });
       if (holder < 0) return false;  // only overlapping sequences bring that about
@@ -124,7 +132,7 @@ struct FwdScheduler {
     if (lane == 0) {
       int q_tile;
       PlannedSequence sequence;
-      if (params.order == TileOrder::kRagged) {
+      if (ragged()) {
         sequence = shared.window[holder];
         if constexpr (T::kScaled) {
           shared.scales[slot].sequence = shared.window_sequence[holder];
@@ -134,26 +142,38 @@ struct FwdScheduler {
         info.head = within / q_tiles;
         q_tile = q_tiles - 1 - within % q_tiles;
       } else {
-        const DenseTile dense =
-            dense_tile(tile, params.q_tiles, params.section_pairs, params.batch * params.heads);
+        const DenseTile dense = dense_tile(params.dense, tile);
         q_tile = params.q_tiles - 1 - dense.nth;
-        const int batch = dense.pair / params.heads;
-        info.head = dense.pair - batch * params.heads;
-        sequence = {q_span(batch), k_span(batch)};
-        if constexpr (T::kScaled) shared.scales[slot].sequence = batch;
+        info.head = dense.head;
+        sequence = {q_span(dense.batch), k_span(dense.batch)};
+        if constexpr (T::kScaled) shared.scales[slot].sequence = dense.batch;
       }
       fill_tile(sequence, q_tile * kPairRows, slot);
     }
     __syncwarp();
+    // After that barrier, so that the values are read back: this warp has few registers.
+    if (lane == 0) {
+      info.keys = row_keys(mask(), info.row0, T::kBlockM, info.q_len, info.k_len);
+      info.lse = params.lse + info.q_batch * params.lse_batch_stride +
+                 info.head * params.lse_head_stride + info.q_base + info.row0;
+    }
     return true;
+  }
+
+  __device__ __forceinline__ Mask mask() const {
+    return {T::kOpenLeft ? -1 : params.mask.window_left, params.mask.window_right,
+            T::kOpenLeft ? 0 : params.mask.chunk};
   }
 
   __device__ __forceinline__ void fill_tile(const PlannedSequence& sequence, int first_of_pair,
                                             int slot) const {
     TileInfo& info = shared.tiles[slot];
+    const int row0 = first_of_pair + (T::kPair == 1 ? 0 : int(cluster_rank()) * T::kBlockM);
+    info.row0 = row0;
     const int q_len = sequence.q.used;
     const int k_len = sequence.k.used;
-    info.head_kv = info.head / params.group;
+    int within_group;
+    params.by_group(info.head_kv, within_group, info.head);
     info.q_len = q_len;
     info.q_rows = sequence.q.rows;
     info.k_len = k_len;
@@ -161,13 +181,10 @@ struct FwdScheduler {
     info.q_base = sequence.q.base;
     info.k_batch = sequence.k.batch;
     info.k_base = sequence.k.base;
-    const Mask mask{T::kOpenLeft ? -1 : params.mask.window_left, params.mask.window_right,
-                    T::kOpenLeft ? 0 : params.mask.chunk};
+    const Mask mask = this->mask();
     const int last_of_pair = smaller(first_of_pair + kPairRows, q_len) - 1;
     const BlockRange blocks =
         visible_blocks(mask, first_of_pair, last_of_pair, q_len, k_len, T::kBlockN);
-    const int row0 = first_of_pair + (T::kPair == 1 ? 0 : int(cluster_rank()) * T::kBlockM);
-    info.row0 = row0;
     info.n_begin = blocks.begin;
     info.n_end = blocks.end;
 #pragma unroll 1
@@ -194,13 +211,20 @@ struct FwdScheduler {
     loaded += info.n_begin < info.n_end;
   }
 
+  // Whether the first tile's slot can be written while the kernel before this one ends: nothing is
+  // read from device memory. (A tile without blocks is stored at once: that must wait.)
+  __device__ __forceinline__ bool begins_early() const {
+    return !T::kScaled && !ragged() && params.cu_seqlens_k == nullptr &&
+           params.seqused_q == nullptr && params.seqused_k == nullptr;
+  }
+
   __device__ __forceinline__ void run() {
-    grid_dependency_wait();
-    const int tiles = params.order == TileOrder::kRagged
-                          ? params.workspace[RaggedPlan::kTiles] * params.heads
-                          : params.tiles;
+    const bool early = begins_early();
+    if (!early) grid_dependency_wait();
+    const int tiles = ragged() ? params.workspace[RaggedPlan::kTiles] * params.heads : params.tiles;
     RingPosition<T::kTileSlots> ring;
     for (int number = 0;; ++number) {
+      if (number == 1) grid_dependency_wait();
       // The producer nears the end of tile number - claim_ahead; it cannot be two tiles further,
       // for which one barrier would do.
       const int wanted_by = number - params.claim_ahead;
@@ -215,10 +239,13 @@ struct FwdScheduler {
         if (lane == 0) count_tile(number, ring.slot());
       }
       if (!more && lane == 0) shared.tiles[ring.slot()].head = -1;
+      if (number == 0 && shared.tiles[ring.slot()].n_begin >= shared.tiles[ring.slot()].n_end) {
+        grid_dependency_wait();
+      }
       if (lane == 0) mbarrier_arrive(&shared.tile_full[ring.slot()]);
       __syncwarp();
       if (!more) {
-        if constexpr (T::kPair > 1) await_reader(number + 1);
+        if constexpr (T::kPair > 1) await_reader(number);
         break;
       }
       ring.advance();

@@ -70,6 +70,7 @@ struct PlannedSequence {
 // One unit of work, written by the scheduler warp, read by producer, tail warp and all
 // consumers.
 struct TileInfo {
+  float* lse;    // of the tile's first row
   int32_t head;  // of q; -1: no more work
   int32_t head_kv;
   int32_t row0;    // first query row of the tile within its sequence
@@ -82,6 +83,7 @@ struct TileInfo {
   int32_t k_base;
   int32_t n_begin;  // KV blocks n_begin <= n < n_end, visited from the last
   int32_t n_end;
+  RowKeys keys;
   int32_t start[kMaxConsumers];     // each consumer's rows see no key of the blocks from here on
   BlockRange plain[kMaxConsumers];  // of each consumer's rows: blocks that need no mask
 };
