@@ -11,26 +11,9 @@
 #include "kernels/fwd/fwd_epilogue.h"
 #include "kernels/fwd/fwd_params.h"
 #include "kernels/fwd/fwd_traits.h"
+#include "kernels/fwd/stream_block.h"
 
 namespace flash_attn3 {
-
-// One KV block of the stream, as this warpgroup sees it. Two of them are alive at a time, so the
-// flags share a register.
-struct StreamBlock {
-  static constexpr uint32_t kFirst = 16;   // of its tile: softmax and O start anew
-  static constexpr uint32_t kLast = 32;    // of its tile
-  static constexpr uint32_t kMasked = 64;  // some row does not see some key
-  static constexpr uint32_t kNone = 128;   // the stream has ended (kEndInFlags)
-
-  int n;
-  uint32_t flags;
-
-  __device__ __forceinline__ int slot() const { return flags & 15; }  // of its tile
-  __device__ __forceinline__ bool first() const { return flags & kFirst; }
-  __device__ __forceinline__ bool last() const { return flags & kLast; }
-  __device__ __forceinline__ bool masked() const { return flags & kMasked; }
-  __device__ __forceinline__ bool plain() const { return (flags & (kFirst | kMasked)) == 0; }
-};
 
 template <class T>
 struct FwdConsumer {
@@ -50,6 +33,8 @@ struct FwdConsumer {
   // Where the end of a stream is told: in the flags of `newest`, or in a register of its own. The
   // e4m3 kernels spill one way, the bf16 ones the other.
   static constexpr bool kEndInFlags = T::kScaled;
+  // Likewise whether scores are transformed: in the flags it is read beside the tile's fields.
+  static constexpr bool kTransformInFlags = !T::kScaled;
 
   const FwdKernelParams& params;
   typename T::SharedMemory& shared;
@@ -93,8 +78,11 @@ struct FwdConsumer {
     const BlockRange plain = tile.plain[warpgroup];
     const bool masked = (n < plain.begin) | (n >= plain.end);
     newest.n = n;
-    newest.flags = uint32_t(tile_slot()) | first | (n == tile.n_begin ? StreamBlock::kLast : 0) |
-                   (masked ? StreamBlock::kMasked : 0);
+    newest.flags =
+        uint32_t(tile_slot()) | first | (n == tile.n_begin ? StreamBlock::kLast : 0) |
+        (masked ? StreamBlock::kMasked : 0) |
+        (kTransformInFlags && params.transform != ScoreTransform::kNone ? StreamBlock::kTransformed
+                                                                        : 0);
   }
 
   // Moves `newest` to the next block of the stream. False where the stream must end: at the last
@@ -166,9 +154,9 @@ struct FwdConsumer {
     return true;
   }
 
-  // Waits for the newest tile's Q; with Q in registers, its place is free again at once. Rows that
-  // are not in use become 0: what they hold would reach no result, but could make a warp move the
-  // references of its other rows, and so change their bits.
+  // Waits for the newest tile's Q; with Q in registers, its place is free again once give_q_back()
+  // has said so. Rows that are not in use become 0: what they hold would reach no result, but could
+  // make a warp move the references of its other rows, and so change their bits.
   __device__ __forceinline__ void take_q(uint32_t (&q)[kQueryRegisters]) {
     if constexpr (T::kCarried) {
       q_ring = RingPosition<T::kQueryStages>::at(shared.loads_before[newest.slot()]);
@@ -192,10 +180,16 @@ struct FwdConsumer {
           if (row + 8 * (i % 2) >= used) q[i] = 0;
         }
       }
-      fence_shared_to_async_proxy();  // read before the copy engine writes here again
-      release_q();
     } else if (used < T::kRowsPerConsumer) {
       clear_q_rows(used);
+    }
+  }
+
+  // Behind the products: the fence waits as long as they need.
+  __device__ __forceinline__ void give_q_back() {
+    if constexpr (T::kQueryInRegisters) {
+      fence_shared_to_async_proxy();  // read before the copy engine writes here again
+      release_q();
     }
   }
 
@@ -315,14 +309,21 @@ struct FwdConsumer {
     v_ring.advance();
   }
 
+  __device__ __forceinline__ bool transformed(const StreamBlock& block) const {
+    return kTransformInFlags ? (block.flags & StreamBlock::kTransformed) != 0
+                             : params.transform != ScoreTransform::kNone;
+  }
+
   // Soft cap, sign and mask: what a plain block of a plain call has none of.
   __device__ __forceinline__ void adjust_scores(const StreamBlock& block, float (&s)[kScores]) {
-    if (params.transform == ScoreTransform::kSoftcap) [[unlikely]] {
+    if (transformed(block)) [[unlikely]] {
+      if (params.transform == ScoreTransform::kSoftcap) {
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) s[i] = tanh_by_exp2(params.transform_factor * s[i]);
-    } else if (params.transform == ScoreTransform::kMultiply) [[unlikely]] {
+        for (int i = 0; i < kScores; ++i) s[i] = tanh_by_exp2(params.transform_factor * s[i]);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) s[i] *= params.transform_factor;
+        for (int i = 0; i < kScores; ++i) s[i] *= params.transform_factor;
+      }
     }
     if (block.masked()) [[unlikely]] {
       const TileInfo& tile = shared.tiles[block.slot()];
@@ -363,13 +364,6 @@ struct FwdConsumer {
     if constexpr (T::kTurns) {
       named_barrier_arrive(kTurn + (warpgroup + 1) % T::kConsumers, 256);
     }
-  }
-
-  // The last block of a tile has been exponentiated: its LSE is known before its O is.
-  __device__ __forceinline__ void finish_rows(const StreamBlock& block, SoftmaxRows& rows,
-                                              float (&inverse)[2]) {
-    rows.finish();
-    epilogue.store_lse(shared.tiles[block.slot()], rows, inverse);
   }
 
   __device__ __forceinline__ void finish_tile(const StreamBlock& block, const float (&inverse)[2],
@@ -430,6 +424,8 @@ struct FwdConsumer {
     if constexpr (kPlain) {
       mbarrier_wait(&shared.k_full[k_ring.slot()], k_ring.parity());
     } else {
+      // The sums of the tile before are joined here: behind the products shuffles wait for them.
+      if (newest.first()) t.rows.finish();
       wait_for_newest(t);
     }
     take_turn();
@@ -443,7 +439,8 @@ struct FwdConsumer {
     bool moved = false;
     if constexpr (!kPlain) {
       if (new_tile) {
-        finish_rows(t.current, t.rows, factor);
+        give_q_back();
+        epilogue.store_lse(shared.tiles[t.current.slot()], t.rows, factor);
         t.rows.reset();
       }
     }
@@ -504,6 +501,7 @@ struct FwdConsumer {
     float part[2] = {0.0f, 0.0f};
     wait_for_newest(t);
     issue_qk(t.q, s);
+    give_q_back();
     wgmma_wait<0>();
     pin_registers(s);
     release_k(newest.last());
@@ -523,7 +521,8 @@ struct FwdConsumer {
     float factor[2];
     mbarrier_wait(&shared.v_full[v_ring.slot()], v_ring.parity());
     issue_pv_block(t.p, t.o, !t.current.first());
-    finish_rows(t.current, t.rows, factor);
+    t.rows.finish();
+    epilogue.store_lse(shared.tiles[t.current.slot()], t.rows, factor);
     wgmma_wait<0>();
     pin_registers(t.o);
     release_v();
@@ -559,7 +558,7 @@ struct FwdConsumer {
   __device__ __forceinline__ void run_stream(Self& self, typename Self::Stream& t) {
     bool more = advance();
     while (kEndInFlags ? (newest.flags & StreamBlock::kNone) == 0 : more) {
-      if (newest.plain() && params.transform == ScoreTransform::kNone &&
+      if (newest.plain() && (kTransformInFlags || !transformed(newest)) &&
           !(kLeaveLast && newest.last())) {
         // A short loop of its own for the blocks that are most of the work.
         const TileInfo& tile = shared.tiles[tile_slot()];

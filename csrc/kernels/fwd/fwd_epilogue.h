@@ -164,14 +164,17 @@ struct FwdEpilogue {
       // At the end of a dense sequence the tensor map ends too.
       fence_shared_to_async_proxy();
       __syncwarp();
+      // Known to be uniform, or each copy would be a loop over the lanes' values.
+      const int row_in_tensor = warp_uniform(tile.q_base + first_row);
+      const int head = warp_uniform(tile.head);
+      const int batch = warp_uniform(tile.q_batch);
+      auto* of_warp =
+          static_cast<uint8_t*>(__cvta_shared_to_generic(warp_uniform(shared_address(rows))));
       if (lane == 0) {
-        const int row_in_tensor = tile.q_base + first_row;
-        const int head = tile.head;
-        const int batch = tile.q_batch;
 #pragma unroll
         for (int panel = 0; panel < P::kCount; ++panel) {
           cute::SM90_TMA_STORE_4D::copy(&params.out_map,
-                                        rows + panel * T::kRowsPerConsumer * P::kBytes,
+                                        of_warp + panel * T::kRowsPerConsumer * P::kBytes,
                                         panel * P::kWidth, row_in_tensor, head, batch);
         }
         bulk_store_commit();
