@@ -34,7 +34,7 @@ template <>
 struct FwdScheduleOf<64, 64> : NoOtherSchedules {
   using Type = FwdSchedule<2, 128, 4, 4, 2, QuerySource::kRegisters, OutPath::kStaged, HeldNone>;
   using Long =
-      FwdSchedule<3, 112, 4, 4, 2, QuerySource::kShared, OutPath::kStaged, Held<44, false>>;
+      FwdSchedule<3, 112, 4, 4, 2, QuerySource::kShared, OutPath::kStaged, Held<36, false>>;
 };
 template <>
 struct FwdScheduleOf<96, 96> : NoOtherSchedules {
