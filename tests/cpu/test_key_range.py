@@ -54,6 +54,13 @@ int main() {
     }
     for (int first = 0; first < sq; first += tile) {
       const int last = smaller(first + tile, sq) - 1;
+      const RowKeys keys = row_keys(m, first, tile, sq, sk);
+      for (int i = first; c == 0 && i <= last; ++i)
+        for (int j = 0; j < sk; ++j, ++cases)
+          if ((j >= keys.first + i - first && j < keys.end + i - first) != sees(m, i, j, sq, sk)) {
+            std::printf("rows: sq %d sk %d window %d %d row %d key %d\n", sq, sk, l, r, i, j);
+            return 1;
+          }
       const BlockRange visible = visible_blocks(m, first, last, sq, sk, block);
       const BlockRange plain = unmasked_blocks(m, first, last, sq, sk, block);
       const int q_tile = first / tile;

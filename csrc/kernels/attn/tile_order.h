@@ -51,14 +51,14 @@ inline DenseOrder dense_order(int32_t tiles_of_pair, int32_t section_pairs, int3
           larger(1, pairs - full * section_pairs), heads, full};
 }
 
-// The nth tile of its pair.
+// The nth tile of its pair of batch and head.
 struct DenseTile {
   int batch;
   int head;
   int nth;
 };
 
-__device__ __forceinline__ DenseTile dense_tile(const DenseOrder& order, int tile) {
+FLASH_ATTN3_HOST_DEVICE DenseTile dense_tile(const DenseOrder& order, int tile) {
   int section, within, nth, pair, batch, head;
   order.by_section(section, within, tile);
   const bool full = section < order.full_sections;
