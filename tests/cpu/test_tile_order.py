@@ -45,8 +45,9 @@ def test_tiles_of_dense_calls_come_section_by_section(tmp_path):
         pytest.skip("no nvcc or no CUTLASS on this machine")
     source, program = tmp_path / "order.cu", tmp_path / "order"
     source.write_text(PROGRAM)
-    subprocess.run([toolkit.nvcc, "-std=c++17", "-O1", "--expt-relaxed-constexpr", "-I", ROOT / "csrc",
-                    "-isystem", cutlass.include, source, "-o", program], check=True)  # fmt: skip
+    flags = ["-std=c++17", "-O1", "--expt-relaxed-constexpr"]
+    folders = ["-I", ROOT / "csrc", "-isystem", cutlass.include]
+    subprocess.run([toolkit.nvcc, *flags, *folders, source, "-o", program], check=True)
     result = subprocess.run([program], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
     assert int(result.stdout) > 10_000
