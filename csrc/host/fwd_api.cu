@@ -156,7 +156,7 @@ void fill_fwd_params(const FwdParams& in, const DeviceInfo& device, int tile_m, 
           ? section_pairs(in, device.l2_bytes, device.sms / pair, out->q_tiles, tile_keys)
           : 1;
   out->dense = dense_order(out->q_tiles, pairs, in.batch, in.heads);
-  out->turns = pairs > 1;
+  out->uneven = pairs > 1;
 }
 
 int fwd_grid(const FwdParams& in, const DeviceInfo& device, const FwdKernelParams& params,
@@ -166,7 +166,7 @@ int fwd_grid(const FwdParams& in, const DeviceInfo& device, const FwdKernelParam
   return larger(1, ctas / pair) * pair;
 }
 
-Status prepare_tile_order(const FwdParams& in, int tile_m, int grid, cudaStream_t stream,
+Status prepare_tile_order(const FwdParams& in, int tile_m, cudaStream_t stream,
                           FwdKernelParams* params) {
   cudaError_t error = cudaSuccess;
   if (params->order == TileOrder::kRagged) {

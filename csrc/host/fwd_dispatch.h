@@ -25,7 +25,7 @@ int fwd_grid(const FwdParams& in, const DeviceInfo& device, const FwdKernelParam
 
 // Queues what the kernel expects in its workspace, and gives it a counter for its tiles, which
 // `grid` CTAs, or pairs of them, claim.
-Status prepare_tile_order(const FwdParams& in, int tile_m, int grid, cudaStream_t stream,
+Status prepare_tile_order(const FwdParams& in, int tile_m, cudaStream_t stream,
                           FwdKernelParams* params);
 
 // plan != nullptr: only describe.

@@ -73,7 +73,7 @@ Status launch_fp8(const Fp8Params& in, const DeviceInfo& device, cudaStream_t st
   if (!status.ok()) return status;
   if (plan != nullptr) return describe_kernel<T>(fp8_fwd_kernel<T>, grid, plan);
   status = encode_fp8_maps<T>(in.fwd, &params);
-  if (status.ok()) status = prepare_tile_order(in.fwd, T::kBlockM, grid, stream, &params);
+  if (status.ok()) status = prepare_tile_order(in.fwd, T::kBlockM, stream, &params);
   if (!status.ok()) return status;
   return launch_kernel<T>(fp8_fwd_kernel<T>, params, grid, in.fwd.sm_margin, stream);
 }

@@ -156,7 +156,7 @@ Status launch_fwd(const FwdParams& in, const DeviceInfo& device, cudaStream_t st
   if (!status.ok()) return status;
   if (plan != nullptr) return describe_kernel<T>(fwd_kernel<T>, grid, plan);
   status = encode_fwd_maps<T>(in, &params);
-  if (status.ok()) status = prepare_tile_order(in, kRows, grid / T::kPair, stream, &params);
+  if (status.ok()) status = prepare_tile_order(in, kRows, stream, &params);
   if (!status.ok()) return status;
   return launch_kernel<T>(fwd_kernel<T>, params, grid, in.sm_margin, stream);
 }

@@ -75,7 +75,7 @@ struct FwdKernelParams {
   int32_t q_tiles;   // of a dense sequence
   int32_t tiles;     // of a dense call
   DenseOrder dense;  // of a dense call; the first tile of a pair has its last rows
-  bool turns;        // kStatic: whether tiles differ in length
+  bool uneven;       // kStatic: tiles differ in length
 };
 
 }  // namespace flash_attn3

@@ -56,7 +56,7 @@ struct FwdScheduler {
     int fetched = 0;
     if (params.order == TileOrder::kStatic) {
       // Tiles lie longest first: turning every other round evens out what the CTAs get.
-      const bool turn = params.turns && (number & 1);
+      const bool turn = params.uneven && (number & 1);
       fetched = number * grid + (turn ? grid - 1 - place : place);
     } else if (lane == 0) {
       if constexpr (T::kPair == 1) {
