@@ -1,11 +1,11 @@
 // Counters by which CTAs claim tiles, without a memset before each launch.
 //
-// A launch makes as many claims as it has tiles and CTAs together: every CTA claims until it gets
-// no tile; one of a pair of CTAs claims for both. The kernel counts with wrap-around at that
-// number, so a counter is 0 again when the launch ends. What remains is that no two launches that
-// may run at once share one: each stream has its own, and each launch captured into a graph gets
-// one for good. (A graph instantiated twice and run twice at once shares it; its outputs would be
-// one another's too.)
+// A launch makes as many claims as it has tiles: the first tile of each CTA is not claimed, and
+// each claims until it gets no tile; one of a pair of CTAs claims for both. The kernel counts with
+// wrap-around at that number, so a counter is 0 again when the launch ends. What remains is that no
+// two launches that may run at once share one: each stream has its own, and each launch captured
+// into a graph gets one for good. (A graph instantiated twice and run twice at once shares it; its
+// outputs would be one another's too.)
 #pragma once
 
 #include <cstdint>

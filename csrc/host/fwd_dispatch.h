@@ -23,8 +23,7 @@ void fill_fwd_params(const FwdParams& in, const DeviceInfo& device, int tile_m, 
 int fwd_grid(const FwdParams& in, const DeviceInfo& device, const FwdKernelParams& params,
              int pair);
 
-// Queues what the kernel expects in its workspace, and gives it a counter for its tiles, which
-// `grid` CTAs, or pairs of them, claim.
+// Queues what the kernel expects in its workspace, and gives it a counter for its tiles.
 Status prepare_tile_order(const FwdParams& in, int tile_m, cudaStream_t stream,
                           FwdKernelParams* params);
 

@@ -218,8 +218,6 @@ class Kernel:
         def take_q(number):
             yield lambda: self.q_full[q_ring.slot][w].passed(q_ring.parity)
             assert self.q[q_ring.slot][w] == number
-            if self.q_in_registers:
-                release_q()
 
         def release_k(n):
             release("k")
@@ -240,6 +238,8 @@ class Kernel:
             n = blocks - 1 - self.unseen[w][number]
             yield from take_q(number)
             yield from read("k", (number, n))
+            if self.q_in_registers:
+                release_q()
             release_k(n)
             while True:
                 current = slot, number, n
@@ -258,6 +258,9 @@ class Kernel:
                 yield from read("v", current[1:])
                 self.turn += 1
                 self.issued[w] += 1
+                yield lambda: True
+                if self.q_in_registers and number != current[1]:
+                    release_q()  # behind the products
                 keep = random.random() < 0.5 and number == current[1]  # the loop of plain blocks
                 if not keep:
                     release_k(n)

@@ -137,12 +137,14 @@ __device__ __forceinline__ void issue_qk_shared(uint32_t a_address, int rows_a, 
   issue_qk_shared_at<Element, N, K>(k_major_low(a_address), rows_a, k_major_low(b_address), s);
 }
 
-// The same with A's fragments in registers: a[4 * k .. 4 * k + 3] for the k-th 32 bytes.
+// The same with A's fragments in registers, a[4 * k .. 4 * k + 3] for the k-th 32 bytes, and B by
+// its address.
 template <class Element, int N, int K>
-__device__ __forceinline__ void issue_qk_register_at(const uint32_t (&a)[K * sizeof(Element) / 8],
-                                                     uint32_t b, float (&s)[N / 2]) {
+__device__ __forceinline__ void issue_qk_register(const uint32_t (&a)[K * sizeof(Element) / 8],
+                                                  uint32_t b_address, float (&s)[N / 2]) {
   using P = Panel<K, sizeof(Element)>;
   using Op = typename WgmmaOp<Element, N, gmma::Major::K>::Register;
+  const uint32_t b = k_major_low(b_address);
 #pragma unroll
   for (int k = 0; k < P::kRowBytes / 32; ++k) {
     const int panel = k / (P::kBytes / 32);
@@ -151,12 +153,6 @@ __device__ __forceinline__ void issue_qk_register_at(const uint32_t (&a)[K * siz
                          k == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
                          std::make_index_sequence<N / 2>{});
   }
-}
-
-template <class Element, int N, int K>
-__device__ __forceinline__ void issue_qk_register(const uint32_t (&a)[K * sizeof(Element) / 8],
-                                                  uint32_t b_address, float (&s)[N / 2]) {
-  issue_qk_register_at<Element, N, K>(a, k_major_low(b_address), s);
 }
 
 // O[64 x Dv] (+)= P[64 x K] V[K x Dv], P's fragments in registers, V row-major in shared memory.

@@ -97,22 +97,15 @@ struct Fp8Consumer : FwdConsumer<T> {
     t.aim.parity = k_ring.parity();
     t.aim.k = k_major_low(shared_address(shared.k[k_ring.slot()]));
     asm volatile("" : "+r"(t.aim.k_full), "+r"(t.aim.parity), "+r"(t.aim.k));
-    if constexpr (!T::kQueryInRegisters) {
-      t.aim.q = k_major_low(shared_address(shared.q[q_ring.slot()][warpgroup]));
-      asm volatile("" : "+r"(t.aim.q));
-    }
+    t.aim.q = k_major_low(shared_address(shared.q[q_ring.slot()][warpgroup]));
+    asm volatile("" : "+r"(t.aim.q));
   }
 
   // Of a plain block, which aim() was for.
   __device__ __forceinline__ void issue_aimed(Stream& t, float (&s)[kScores]) {
     pin_registers(s);
     wgmma_fence();
-    if constexpr (T::kQueryInRegisters) {
-      issue_qk_register_at<Element, T::kBlockN, T::kHeadDim>(t.q, t.aim.k, s);
-    } else {
-      issue_qk_shared_at<Element, T::kBlockN, T::kHeadDim>(t.aim.q, T::kRowsPerConsumer, t.aim.k,
-                                                           s);
-    }
+    issue_qk_shared_at<Element, T::kBlockN, T::kHeadDim>(t.aim.q, T::kRowsPerConsumer, t.aim.k, s);
     wgmma_commit();
   }
 

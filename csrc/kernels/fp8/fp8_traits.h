@@ -119,7 +119,8 @@ struct Fp8Traits : Schedule {
   static constexpr int kBlockM = kConsumers * kRowsPerConsumer;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kTileSlots = 4;
-  static constexpr bool kQueryAhead = kQueryInRegisters || kQueryStages > 1;
+  static constexpr bool kQueryAhead = kQueryStages > 1;
+  static_assert(!kQueryInRegisters, "nobody would give Q's place back");
   // No block is taller than a tile: nothing to leave out (FwdTraits).
   static constexpr int kMostUnseen = 0;
 
