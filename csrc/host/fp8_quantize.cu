@@ -61,11 +61,6 @@ QuantizeArgs fill(const QuantizeParams& in) {
 
 constexpr int64_t kMostBlocks = 0x7fffffff;
 
-// Of all heads.
-int64_t blocks_of(const QuantizeArgs& args) {
-  return int64_t(args.blocks) * args.heads * (args.cu_seqlens != nullptr ? 1 : args.batch);
-}
-
 // The most that a call may ask for, whatever this one does: another thread may launch the same
 // kernel between the two calls here.
 cudaError_t allow_shared_bytes(void (*kernel)(QuantizeArgs), int bytes) {

@@ -33,7 +33,7 @@ struct Fp8CarriedConsumer : Fp8Consumer<T> {
   using Base::take_turn;
   using Base::warpgroup;
 
-  static_assert(T::kTensorSums && !T::kQueryInRegisters && T::kQueryStages == 1);
+  static_assert(T::kTensorSums && T::kQueryStages == 1);
   static_assert(!T::kHasMean || (T::kStagedOut && !T::kTransposes));
   static_assert(!T::kHasMean || T::kOutBytes == 128 * kOutputs * 2,
                 "the mean lies where O is staged");

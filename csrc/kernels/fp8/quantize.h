@@ -38,6 +38,11 @@ struct QuantizeArgs {
   int32_t transposed;
 };
 
+// Of all heads.
+FLASH_ATTN3_HOST_DEVICE int64_t blocks_of(const QuantizeArgs& args) {
+  return int64_t(args.blocks) * args.heads * (args.cu_seqlens != nullptr ? 1 : args.batch);
+}
+
 // Rows of a block: `count` of them in use, `exist` to be written.
 struct RowBlock {
   int sequence;

@@ -146,7 +146,7 @@ template <class Element, int kParts>
 __device__ __forceinline__ void find_block(const QuantizeArgs& args, unsigned& nth,
                                            RotatedShared<kParts>& shared, int place) {
   const int lane = threadIdx.x % 32;
-  const unsigned blocks = args.blocks * args.heads * (args.cu_seqlens != nullptr ? 1 : args.batch);
+  const auto blocks = unsigned(blocks_of(args));
   RotatedBlock block = {};
   for (; nth < blocks && block.scale == nullptr; nth += gridDim.x) {
     const HeadBlock at = HeadBlock::of(args, nth);

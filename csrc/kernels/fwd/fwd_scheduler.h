@@ -172,8 +172,7 @@ struct FwdScheduler {
     info.row0 = row0;
     const int q_len = sequence.q.used;
     const int k_len = sequence.k.used;
-    int within_group;
-    params.by_group(info.head_kv, within_group, info.head);
+    info.head_kv = params.by_group.div(info.head);
     info.q_len = q_len;
     info.q_rows = sequence.q.rows;
     info.k_len = k_len;
@@ -219,8 +218,7 @@ struct FwdScheduler {
   }
 
   __device__ __forceinline__ void run() {
-    const bool early = begins_early();
-    if (!early) grid_dependency_wait();
+    if (!begins_early()) grid_dependency_wait();
     const int tiles = ragged() ? params.workspace[RaggedPlan::kTiles] * params.heads : params.tiles;
     RingPosition<T::kTileSlots> ring;
     for (int number = 0;; ++number) {
@@ -234,14 +232,13 @@ struct FwdScheduler {
       const int tile = fetch_tile(number);
       bool more = tile < tiles;
       mbarrier_wait(&shared.tile_empty[ring.slot()], ring.parity() ^ 1);
+      TileInfo& info = shared.tiles[ring.slot()];
       more = more && write_tile(tile, ring.slot());
       if constexpr (T::kCarried) {
         if (lane == 0) count_tile(number, ring.slot());
       }
-      if (!more && lane == 0) shared.tiles[ring.slot()].head = -1;
-      if (number == 0 && shared.tiles[ring.slot()].n_begin >= shared.tiles[ring.slot()].n_end) {
-        grid_dependency_wait();
-      }
+      if (!more && lane == 0) info.head = -1;
+      if (number == 0 && info.n_begin >= info.n_end) grid_dependency_wait();
       if (lane == 0) mbarrier_arrive(&shared.tile_full[ring.slot()]);
       __syncwarp();
       if (!more) {
